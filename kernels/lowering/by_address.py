@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..memo import captured
 from .quick_launch import QuickLaunch, Tiles, _Direct, descriptors_known
+from .replays import LEAST, Graph, Replays, joined
 
 
 class Place(NamedTuple):
@@ -64,6 +66,9 @@ class ByAddress:
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
+        # Which of them are launches, and what there is in place of these in later calls.
+        self.launches: list[bool] = []
+        self.replays = Replays()
         # In the order in which steps have asked for them: (base, bytes behind it) of what kernels get, and what functions of torch get.
         self._addresses: dict[tuple[int, int], int] = {}
         self._tensors: dict[Place | Constant | None, int] = {}
@@ -77,6 +82,7 @@ class ByAddress:
             if by_address is None:
                 return None
             found.steps.append(by_address)
+            found.launches.append(isinstance(step, Launch))
         return found
 
     def addresses_of(self, places: Sequence[Place | Constant | None]) -> Callable[[list[int]], tuple]:
@@ -89,11 +95,28 @@ class ByAddress:
         return _picker([self._tensors.setdefault(place, len(self._tensors)) for place in places])
 
     def __call__(self, stream: int, bases: list[Tensor], begins: list[int], waits: Sequence[Callable[[], object]] = ()) -> None:
-        begins.append(0)
-        addresses = [begins[base] + offset for base, offset in self._addresses]
+        # A graph that is being captured takes launches, but no graph.
+        known = None if captured() else self.replays.of(tuple(begins), lambda: self._joined(bases, [*begins, 0]))
+        addresses = self._addresses_in([*begins, 0]) if known is None else []
         tensors: list[Any] = [None if place is None else place.of(bases) for place in self._tensors]
-        for step in self.steps:
+        for step in known or self.steps:
             step(stream, addresses, tensors, bases, waits)
+
+    def _addresses_in(self, begins: Sequence[int]) -> list[int]:
+        return [begins[base] + offset for base, offset in self._addresses]
+
+    def _joined(self, bases: list[Tensor], begins: Sequence[int]) -> list[Step]:
+        """The steps with graphs of their launches of tensors that lie here."""
+        addresses = self._addresses_in(begins)
+
+        def join(steps: list[Step]) -> Step:
+            def launch(stream: int, _: Any, tensors: list[Tensor], bases: list[Tensor], waits: Sequence) -> None:
+                for step in steps:
+                    step(stream, addresses, tensors, bases, waits)
+
+            return launch if len(steps) < LEAST else Graph(bases[0].device, lambda stream: launch(stream, (), [], bases, ()))
+
+        return joined(self.steps, self.launches, join)
 
 
 def _picker(numbers: Sequence[int]) -> Callable[[list], tuple]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tail_cases import tail_case
 
+from ssta.kernels.lowering import by_address, replays
 from ssta.kernels.lowering.plans import Plan, Planned, Plans
 from ssta.kernels.lowering.quick_launch import Tiles
 from ssta.kernels.lowering.rooms import ALIGNMENT, LARGE, Room, Span, _placed, shared
@@ -58,6 +59,45 @@ def test_launches_by_address_get_what_launches_with_tensors_get():
     with_tensors, by_address = both_ways(Planned(plan), (x, y), recorder)
     assert with_tensors == by_address and len(by_address) == 3
     assert by_address[2][3:6] == (x[0, 2].data_ptr(), x[1, 2].data_ptr(), 0)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_launches_where_tensors_lie_as_before_are_one_graph(refused, monkeypatch):
+    """From the third call on, which launches the same; not of few launches, nor across what torch does, nor while a graph is captured."""
+    recorder, graphs, doubled = Recorder(), [], []
+
+    def graph(device, launch):
+        if refused:
+            raise RuntimeError
+        before, recorder.seen = recorder.seen, []
+        launch(7)
+        graphs.append(recorder.seen)
+        recorder.seen = before
+        return lambda stream, *_, found=graphs[-1]: recorder.seen.extend(found)
+
+    monkeypatch.setattr(by_address, "Graph", graph)
+    monkeypatch.setattr(replays, "MOST", 2)
+    plan = Plan(CPU, (torch.zeros(6, 8),))
+    for group in (range(4), range(4, 6)):
+        for row in group:
+            plan.launch(recorder, ("key",), (row, 2, 1), (), (plan.inputs[0][row],), (3,), {}, {})
+        plan.call(lambda x: doubled.append(x.data_ptr()), plan.inputs[0])
+    planned, calls = Planned(plan), []
+    xs = [torch.zeros(6, 8) for _ in range(3)]
+    for turn, x in enumerate([xs[0]] * 5 + [xs[1]] * 4 + [xs[2]] * 4 + [xs[0]]):
+        if turn == 0:
+            both_ways(planned, (x,), recorder)
+        recorder.seen = []
+        planned.by_address(7, [x], [x.data_ptr()])
+        calls.append([place - x.data_ptr() for _, _, _, place, _ in recorder.seen])
+        assert doubled[-1] == x.data_ptr()
+    assert calls == [[32 * row for row in range(6)]] * len(calls) and len(doubled) == 2 * (len(calls) + 2)
+    assert [len(of) for of in graphs] == ([] if refused else [4, 4])
+    assert [of[0][3] for of in graphs] == ([] if refused else [xs[0].data_ptr(), xs[1].data_ptr()])
+    monkeypatch.setattr(by_address, "captured", lambda: True)
+    recorder.seen, graphs[:] = [], [()] * len(graphs)
+    planned.by_address(7, [xs[0]], [xs[0].data_ptr()])
+    assert len(recorder.seen) == 6
 
 
 def test_what_has_no_place_is_refused():

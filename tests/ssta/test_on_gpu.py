@@ -8,6 +8,8 @@ from selection_cases import PADDINGS
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, ssta_3d_attention, ssta_attention, tile_layout
 from ssta.kernels import block_sparse_attention
+from ssta.kernels.lowering import replays
+from ssta.layer import prepared
 
 
 @pytest.mark.gpu
@@ -49,6 +51,30 @@ def test_never_waits_for_the_gpu_and_can_be_captured(budget, padding):
         fresh = step()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(captured, fresh))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compensation", ["none", "linear"])
+@torch.no_grad()
+def test_tensors_that_lie_where_others_lay(compensation, monkeypatch):
+    """By graphs, after some calls, the same bits as launch by launch; and a graph of one's own takes such a call."""
+    layout, config = TokenLayout.video_text((7, 9, 20), 30), SSTAConfig(tile_thw=(4, 4, 8), density=0.3, compensation=compensation)
+    given = torch.randn(2 * replays.SIGHTS, 3, 1, 4, layout.length, 128, device="cuda", dtype=torch.bfloat16)
+    inputs, seen = torch.empty_like(given[0]), torch.empty_like(given[:, 0])
+    prepared.kept.clear()
+    for x, y in zip(given, seen):
+        inputs.copy_(x)
+        y.copy_(ssta_attention(*inputs, layout, config))
+    assert any(plan.by_address.replays._known for layer in prepared.kept.values() for plan in layer._whole.kinds.values())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ssta_attention(*inputs, layout, config)
+    graph.replay()
+    assert torch.equal(captured, seen[-1])
+    prepared.kept.clear()
+    monkeypatch.setattr(replays, "MOST", 0)
+    assert all(torch.equal(ssta_attention(*x, layout, config), y) for x, y in zip(given, seen))
+    prepared.kept.clear()
 
 
 @pytest.mark.gpu
