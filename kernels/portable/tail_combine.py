@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..lowering.inputs import loadable, loaded, strided, tma_ok
 from ..lowering.plans import Plan, Plans, product
-from ..tail import CAP, WAITING_ROOM, BlockEstimates, Blocks, by_kv_head, own_product
+from ..tail import CAP, WAITING_ROOM, BlockEstimates, Blocks, by_kv_head
 from . import coded, tail_backward, tail_rows, tail_statistics
 from .tail_groups import evenly, head_groups, mean_bytes, of_group
 
@@ -33,8 +33,8 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
             estimates: BlockEstimates, scale: float, keep: bool, *, merge: Callable[..., None] = tail_rows.merge,
             merge_rows: int | None = None, matrices: Callable[..., None] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``combine`` of ``eager/tail.py``; the mixture is bfloat16, and its rows are dense but not contiguous. ``merge``, which takes so many
-    rows at once: ``hopper_tail_merge``, where ``why_not_hopper_tail`` is None, or the portable kernel; ``matrices``: ``hopper_matrices``,
-    which ``own_product`` takes where it is faster than torch's."""
+    rows at once: ``hopper_tail_merge``, where ``why_not_hopper_tail`` is None, or the portable kernel; ``matrices``: there
+    ``hopper_matrices``, else torch's product."""
     portable = merge_rows is None
     if not portable and not loadable(out):
         copy = loaded(out)
@@ -46,7 +46,7 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
     others = (lse, q_blocks[0], kv_blocks[0], counts.contiguous(), indices.contiguous(), estimates.log_count,
               estimates.half_variance, estimates.mass, estimates.k_mean, estimates.v_mean, estimates.useful, estimates.order,
               estimates.covariances, estimates.scales)
-    matrices = (own_product(matrices, estimates.log_count.shape[2]) or _matrices) if estimates.scales is None else coded.mixtures
+    matrices = matrices or _matrices if estimates.scales is None else coded.mixtures
     shares, tail_lse, bias, mixture = _merged(
         (out, q, k, v), others, q_blocks[1:], kv_blocks[1:], scale, estimates.parts, keep, merge, merge_rows, matrices, MERGE_ROOM)
     return shares, tail_lse, bias, mixture[..., :bias.shape[3]]
@@ -182,7 +182,7 @@ def combine_backward(
               *[x for x in given if x is not None])
     dexact, dexact_lse, dq, dk, dv = _gradients(
         (*map(strided, (dout, exact, out, q, k, v)), mixture), others, q_blocks[1:], kv_blocks[1:], scale, dlse is not None,
-        own_product(matrices, log_count.shape[2]) or _matrices, BACKWARD_ROOM)
+        matrices or _matrices, BACKWARD_ROOM)
     return dexact, dexact_lse, dq, dk, dv
 
 
