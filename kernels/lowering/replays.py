@@ -1,7 +1,7 @@
 """Launches one after another as one launch of a CUDA graph, in calls whose tensors lie where those of earlier ones lay.
 
-So they mostly do where a model runs the same layers step after step, because torch gives memory that was given back. A graph launches what
-it was made of, with the same arguments, so that nothing depends on whether there is one.
+So they may where a model runs the same layers step after step, because torch gives memory that was given back. A graph launches what it
+was made of, with the same arguments, so that nothing depends on whether there is one.
 """
 
 from __future__ import annotations
