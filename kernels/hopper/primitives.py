@@ -164,6 +164,11 @@ def fill_selector(selector):
         selector.index(half).store(gl.where((columns >= 8 * half) & (columns < 8 * half + 3), 1.0, 0.0).to(gl.bfloat16))
 
 
+# Numbers in three parts as the matrix unit takes them, [N, 16] of 16 bits; and what stands for minus infinity, which has no parts.
+BIASES = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+NEVER = gl.constexpr(-1e30)
+
+
 @gluon.constexpr_function
 def biases_layout():
     """[N, 16] in one warp: a lane has whole rows, two stores each."""

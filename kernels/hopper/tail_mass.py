@@ -17,6 +17,8 @@ from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_tiles
 from .gluon_compat import aggregate, barrier, copy_in
 from .primitives import (
+    BIASES,
+    NEVER,
     barrier_ring,
     biases_layout,
     matrix,
@@ -39,9 +41,7 @@ STAGES = 3
 # 4 + 4 + 1 warps, which count as twelve, of two programs: 80 at entry, then warp_specialize gives the loading warp 48 and the multiplying
 # ones 96.
 OPTIONS = dict(num_warps=4, maxnreg=80)
-EXTRA = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
-# Stands for minus infinity, which has no parts; and what counts as a weight's origin before there is one.
-_NEVER = gl.constexpr(-1e30)
+# Counts as a weight's origin before there is one.
 _NOTHING = gl.constexpr(-1e20)
 
 
@@ -162,7 +162,7 @@ def _load(work, k_desc, batch, kv_head, log_count, half_variance, inverse, CAP: 
             for of in gl.static_range(BLOCKS):
                 own = gl.sum(gl.where(column == number * BLOCKS + of, h, 0.0), axis=1)
                 own = count + gl.convert_layout(own, gl.SliceLayout(1, layout), assert_trivial=True)
-                parts = _parts(gl.maximum(own * inverse, _NEVER), columns, 8 * of, parts)
+                parts = _parts(gl.maximum(own * inverse, NEVER), columns, 8 * of, parts)
             _biases(work, step, number).store(parts.to(gl.bfloat16))
         # The matrix unit reads them past the ordinary cache.
         fence_async_shared()
@@ -218,7 +218,7 @@ def _compare(work, number: gl.constexpr, q, q_row, offsets, mass, half_variance,
     some = total > 0
     origin = gl.convert_layout(gl.where(some, largest + gl.log2(gl.where(some, total, 1.0)), 0.0), gl.SliceLayout(1, _extra_layout()))
     counted = gl.convert_layout(counts.to(gl.int32), gl.SliceLayout(1, _extra_layout())) != 0
-    extra.store(_parts(gl.where(counted, -origin / scale_log2, _NEVER), columns, 4, ones).to(gl.bfloat16))
+    extra.store(_parts(gl.where(counted, -origin / scale_log2, NEVER), columns, 4, ones).to(gl.bfloat16))
     fence_async_shared()
     barrier()
 
@@ -271,8 +271,8 @@ def _mass_kernel(k_desc, q, log_count, half_variance, offsets, mass, rounded, er
     rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     queries = gl.allocate_shared_memory(dtype, [WARPGROUPS, ROWS, D], rows_layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, UNITS, D], k_desc.layout)
-    biases = gl.allocate_shared_memory(dtype, [STAGES * WARPGROUPS, UNITS, 16], EXTRA)
-    extra = gl.allocate_shared_memory(dtype, [WARPGROUPS, ROWS, 16], EXTRA)
+    biases = gl.allocate_shared_memory(dtype, [STAGES * WARPGROUPS, UNITS, 16], BIASES)
+    extra = gl.allocate_shared_memory(dtype, [WARPGROUPS, ROWS, 16], BIASES)
     full, done = barrier_ring(STAGES), barrier_ring(STAGES)
     ring_init(full, 1)
     ring_init(done, WARPGROUPS)

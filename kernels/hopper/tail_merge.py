@@ -23,6 +23,8 @@ from ..lowering.tma import tma_tiles
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
 from .inline_asm import round_pairs, scheduling_fence
 from .primitives import (
+    BIASES,
+    NEVER,
     barrier_ring,
     biases_layout,
     fill_selector,
@@ -47,9 +49,7 @@ K_STAGES, V_STAGES = 3, 2
 # 4 + 1 warps, which count as eight, of two programs: 128 at entry, then warp_specialize gives the loading warp 40 and the multiplying ones
 # 216.
 OPTIONS = dict(num_warps=4, maxnreg=128)
-BIASES = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
-# Stands for minus infinity, which has no parts; and what counts as the exact part of a row that has none.
-_NEVER = gl.constexpr(-1e30)
+# Counts as the exact part of a row that has none.
 _NOTHING = gl.constexpr(-1e20)
 
 
@@ -107,7 +107,7 @@ def _load_units(work, first_k, first_v, k_desc, v_desc, bias, units, inverse):
     for step in range(work.steps):
         k, v, unit = first_k + step, first_v + step, step * UNITS
         ring_free(work.k_done, k, True)
-        _write_biases(ring_at(work.bias, k, True), gl.maximum(values * inverse, _NEVER), layout)
+        _write_biases(ring_at(work.bias, k, True), gl.maximum(values * inverse, NEVER), layout)
         # The matrix unit reads them past the ordinary cache.
         fence_async_shared()
         # One thread speaks for all lanes.
