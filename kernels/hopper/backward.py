@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..blocks import BlockLists
@@ -26,7 +25,7 @@ from ..lowering.tma import tma_tiles
 from .backward_iterator import Lists
 from .backward_partitions import Gradient, announce_dq, compute_dk_dv, compute_dq, load, wait_turn
 from .backward_smem import Work
-from .primitives import barrier_ring, fill_selector, ring_init
+from .primitives import barrier_ring, before_partitions, fill_selector, ring_init
 from .spin_timeouts import counter, spin_timeouts
 
 __all__ = ["constants", "hopper_backward", "spin_timeouts"]
@@ -101,8 +100,7 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
     ring_init(q_empty, WARPGROUPS)
     ring_init(ds_full, WARPGROUPS)
     ring_init(zeroed, WARPGROUPS)
-    # TMA must see the barriers before it signals them.
-    fence_async_shared()
+    before_partitions()
 
     work = Work(k, v, q, do, lse_dpsum, slot_ring, lock_ring, sizes, limits, selector, ds, k_full, k_empty, v_full, v_empty, q_full,
                 do_full, q_empty, ds_full, ds_empty, told, turn, dq_full, dq_empty, zeroed, tiles, first)

@@ -20,6 +20,7 @@ from .primitives import (
     BIASES,
     NEVER,
     barrier_ring,
+    before_partitions,
     biases_layout,
     matrix,
     not_finite,
@@ -276,8 +277,7 @@ def _mass_kernel(k_desc, q, log_count, half_variance, offsets, mass, rounded, er
     full, done = barrier_ring(STAGES), barrier_ring(STAGES)
     ring_init(full, 1)
     ring_init(done, WARPGROUPS)
-    # TMA must see the barriers before it signals them.
-    fence_async_shared()
+    before_partitions()
     work = Work(queries, k, biases, extra, full, done, first, blocks, units, (units + UNITS - 1) // UNITS, SUMS)
     gl.warp_specialize([
         (_compare, (work, 0, q, q_row, offsets, mass, half_variance, rounded, error, scale_log2, SAMPLE)),

@@ -6,7 +6,7 @@ import sys
 
 import compile_kernels
 import pytest
-from pretend import Loop, has_local_memory, loops
+from pretend import CARDS, Compiled, Loop, has_local_memory, loops
 
 
 @pytest.mark.slow
@@ -38,6 +38,14 @@ ASSEMBLY = """
 def test_what_counts_as_reloaded():
     """One word: neither what is outside of the loop around the product, nor where its waiting was moved to, nor other loops."""
     assert loops(ASSEMBLY) == [Loop(instructions=3, products=1, reloads=1, spills=0)]
+
+
+@pytest.mark.parametrize("code, found", [
+    ("ttng.init_barrier %1\nttg.barrier local\nttg.warp_specialize(%2)\nttg.barrier local", False),
+    ("ttng.init_barrier %1\ngpu.barrier\nttng.init_barrier %2\nttng.fence_async_shared\nttg.warp_specialize(%2)\ngpu.barrier", True),
+    ("ttng.init_barrier %1\n", False)])
+def test_barriers_are_set_up_before_partitions_begin(code, found):
+    assert Compiled("kernel", "", CARDS[90], 0, 0, code, "", None).written_over == found
 
 
 def test_only_kernels_with_local_memory_are_looked_through():

@@ -81,6 +81,12 @@ class Compiled(NamedTuple):
         return int(found[1]) if found else 0
 
     @property
+    def written_over(self) -> bool:
+        """Whether partitions may begin before the barriers of the program are set up, and what they are given be written over by these."""
+        before, *partitions = self.ttgir.split("ttg.warp_specialize", 1)
+        return bool(partitions) and not re.search(r"\b(gpu|ttg)\.(local_)?barrier\b", before.rpartition("ttng.init_barrier")[2])
+
+    @property
     def copies(self) -> list[int]:
         """Of every streamed tile, in the order of the loops."""
         return [int(number) for number in BUFFER.findall(self.ttgir)]
