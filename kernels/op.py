@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .blocks import BlockLists
-from .operators import NAMESPACE, on_device, watched
+from .operators import NAMESPACE, differentiate_by, on_device, watched
 from .routing import PatternFacts, Route, choose_route
 
 
@@ -99,27 +99,4 @@ def _backward(
         return route.run_backward(dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, deterministic)
 
 
-@_backward.register_fake
-def _(dout, dlse, q, k, v, *_):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _save(ctx, inputs, output) -> None:
-    *tensors, num_kv_blocks, max_q_length, max_kv_length, counts_t, indices_t, scale, causal, deterministic, impl = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], counts_t, indices_t)
-    ctx.sizes, ctx.options = (num_kv_blocks, max_q_length, max_kv_length), (scale, causal, deterministic, impl)
-    # Of what follows q, k and v.
-    ctx.without_gradient = (None,) * (len(inputs) - 3)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, dout, dlse):
-    q, k, v, out, lse, *pattern, counts_t, indices_t = ctx.saved_tensors
-    if dout is None and dlse is None:
-        return None, None, None, *ctx.without_gradient
-    dout = torch.zeros_like(out) if dout is None else dout
-    grads = _backward(dout, dlse, q, k, v, out, lse, *pattern, *ctx.sizes, counts_t, indices_t, *ctx.options)
-    return *grads, *ctx.without_gradient
-
-
-attention_operator.register_autograd(_differentiate, setup_context=_save)
+differentiate_by(_backward, attention_operator)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.library import CustomOpDef
 
 # Looked for, not loaded: importing the package must stay light.
 TRITON = find_spec("triton") is not None
@@ -37,6 +38,28 @@ def operator(name: str, fake: Callable) -> Callable:
         return call
 
     return decorate
+
+
+def differentiate_by(backward: CustomOpDef, operator: CustomOpDef) -> None:
+    """Gradients of ``operator``, ``(q, k, v, *others) -> (out, lse)``, for q, k and v: by the operator ``backward``,
+    ``(dout, dlse, q, k, v, out, lse, *others) -> (dq, dk, dv)``, which is given no dlse where none arrives."""
+
+    def save(ctx, inputs, output) -> None:
+        tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+        ctx.save_for_backward(*output, *tensors)
+        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx, dout, dlse):
+        out, lse, *tensors = ctx.saved_tensors
+        q, k, v, *others = [other if x is None else x for x, other in zip(tensors, ctx.others)]
+        if dout is None and dlse is None:
+            return (None,) * len(tensors)
+        dout = torch.zeros_like(out) if dout is None else dout
+        return *backward(dout, dlse, q, k, v, out, lse, *others), *[None for _ in others]
+
+    backward.register_fake(lambda dout, dlse, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+    operator.register_autograd(differentiate, setup_context=save)
 
 
 def watched(*tensors: Tensor) -> bool:

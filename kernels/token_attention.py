@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .checks import resolve_scale, without_autocast
-from .operators import NAMESPACE, refuse_forward_mode, watched
+from .operators import NAMESPACE, differentiate_by, refuse_forward_mode, watched
 from .routing import choose_token_impl
 from .token_lists import KeyLists, PaddedCache, TokenLists
 
@@ -90,8 +90,9 @@ def _(q, k, v, *_):
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ids: Tensor, counts: Tensor,
     spans: Tensor, full: Tensor | None, starts: Tensor | None, sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None,
-    key_counts: Tensor | None, block_size: int, scale: float, impl: str,
+    key_counts: Tensor | None, cache: list[int] | None, block_size: int, scale: float, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    assert cache is None, "no gradient through a cache"
     # All five are given, or none.
     inverse = None if starts is None else KeyLists(starts, sizes, tokens, firsts, key_counts)  # type: ignore[arg-type]
     lists = TokenLists(ids, counts, spans, block_size, full=full)
@@ -99,27 +100,4 @@ def _backward(
         return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, lists, inverse, scale)
 
 
-@_backward.register_fake
-def _(dout, dlse, q, k, v, *_):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _save(ctx, inputs, output) -> None:
-    *tensors, cache, block_size, scale, impl = inputs
-    assert cache is None, "no gradient through a cache"
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
-    ctx.options = block_size, scale, impl
-    # The inputs after q, k and v have no gradient.
-    ctx.without_gradient = (None,) * (len(inputs) - 3)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, dout, dlse):
-    q, k, v, out, *rest = ctx.saved_tensors
-    if dout is None and dlse is None:
-        return None, None, None, *ctx.without_gradient
-    dout = torch.zeros_like(out) if dout is None else dout
-    return *_backward(dout, dlse, q, k, v, out, *rest, *ctx.options), *ctx.without_gradient
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+differentiate_by(_backward, _forward)
