@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..blocks import BlockLists
@@ -25,7 +26,7 @@ from ..lowering.tma import tma_tiles
 from .backward_iterator import Lists
 from .backward_partitions import Gradient, announce_dq, compute_dk_dv, compute_dq, load, wait_turn
 from .backward_smem import Work
-from .primitives import barrier_ring, before_partitions, fill_selector, ring_init
+from .primitives import barrier_ring, fill_selector, ring_init
 from .spin_timeouts import counter, spin_timeouts
 
 __all__ = ["constants", "hopper_backward", "spin_timeouts"]
@@ -80,27 +81,33 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
                                          gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16))
     fill_selector(selector)
     ds = gl.allocate_shared_memory(dtype, [DS_STAGES, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype))
-    k_full, k_empty, v_full, v_empty, zeroed = barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1)
+    k_full, k_empty, v_full, v_empty = barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1)
     q_full, do_full, q_empty = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
     ds_full, ds_empty = barrier_ring(DS_STAGES), barrier_ring(DS_STAGES)
-    told, turn, dq_full, dq_empty = barrier_ring(NUMBERS), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED)
     # One arrival: TMA, one warp or the dQ warpgroup announces these.
     ring_init(k_full, 1)
     ring_init(v_full, 1)
     ring_init(q_full, 1)
     ring_init(do_full, 1)
     ring_init(ds_empty, 1)
-    ring_init(told, 1)
-    ring_init(turn, 1)
-    ring_init(dq_full, 1)
-    ring_init(dq_empty, 1)
     # Both multiplying warpgroups must be done with these, and with K the dQ warpgroup too.
     ring_init(v_empty, WARPGROUPS)
     ring_init(k_empty, WARPGROUPS + 1)
     ring_init(q_empty, WARPGROUPS)
     ring_init(ds_full, WARPGROUPS)
-    ring_init(zeroed, WARPGROUPS)
-    before_partitions()
+    # Rings that nobody would use are no rings, see ring_init.
+    told, turn, dq_full, dq_empty, zeroed = k_full, k_full, k_full, k_full, k_full
+    if DETERMINISTIC:
+        told, turn, dq_full, dq_empty = barrier_ring(NUMBERS), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED)
+        ring_init(told, 1)
+        ring_init(turn, 1)
+        ring_init(dq_full, 1)
+        ring_init(dq_empty, 1)
+    if PARTIAL_QUERIES:
+        zeroed = barrier_ring(1)
+        ring_init(zeroed, WARPGROUPS)
+    # TMA must see the barriers before it signals them.
+    fence_async_shared()
 
     work = Work(k, v, q, do, lse_dpsum, slot_ring, lock_ring, sizes, limits, selector, ds, k_full, k_empty, v_full, v_empty, q_full,
                 do_full, q_empty, ds_full, ds_empty, told, turn, dq_full, dq_empty, zeroed, tiles, first)

@@ -13,6 +13,7 @@ from functools import partial
 from torch import Tensor, bfloat16
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
@@ -26,7 +27,7 @@ from .config import HopperForwardConfig, hopper_forward_config, split
 from .forward_load import FIELDS, Work, load
 from .forward_mainloop import attend
 from .forward_merge import merge_parts, partial_results
-from .primitives import barrier_ring, before_partitions, ring_init
+from .primitives import barrier_ring, ring_init
 
 ROWS = 64          # query rows of a warpgroup, the height of one wgmma
 # Registers at entry are what the file holds for all programs of a multiprocessor: 168 for 4 + 4 + 1 warps, 128 for 4 + 4 + 4 + 1 or for two
@@ -67,7 +68,8 @@ def _forward_kernel(q_desc, k_desc, v_desc, k_pieces, v_pieces, out_desc, lse, q
     ring_init(done, WARPGROUPS)
     ring_init(v_zeroed, WARPGROUPS)
     ring_init(walked, WARPGROUPS)
-    before_partitions()
+    # TMA must see the barriers before it signals them.
+    fence_async_shared()
 
     work = Work(q, k, v, tiles, again, tile_full, tile_free, q_full, k_full, v_full, done, v_zeroed, walked,
                 queue, width, number, lists, list_batch, list_group, batches, heads, group, gl.num_programs(0), whole, splits,

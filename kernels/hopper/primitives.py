@@ -2,9 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .gluon_compat import barrier
 from .inline_asm import rescale_lanes
 
 
@@ -16,21 +15,14 @@ def barrier_ring(STAGES: gl.constexpr):
 
 @gluon.jit
 def ring_init(barriers, count: gl.constexpr):
-    """Each of the barriers waits for ``count`` arrivals."""
+    """Each of the barriers waits for ``count`` arrivals.
+
+    Not of a ring that no partition uses: Triton would leave in its memory what ``warp_specialize`` gives to partitions, and the hardware
+    may set up a barrier later than the same thread writes there.
+    """
     STAGES: gl.constexpr = barriers.shape[0]
     for i in gl.static_range(STAGES):
         mbarrier.init(barriers.index(i), count=count)
-
-
-@gluon.jit
-def before_partitions():
-    """Stands between what all warps set up, rings above all, and ``warp_specialize``: TMA and the matrix unit see it then.
-
-    And all of it is written then: what partitions are given Triton leaves in shared memory, also in the place of a barrier that a kernel
-    sets up and never uses, and the hardware may set up a barrier later than the same thread writes there.
-    """
-    fence_async_shared()
-    barrier()
 
 
 # MASKED rings find a stage by a mask in place of a remainder where they have a power of two of stages. The forward's do; the backward's do

@@ -20,7 +20,6 @@ from .primitives import (
     BIASES,
     NEVER,
     barrier_ring,
-    before_partitions,
     biases_layout,
     matrix,
     not_finite,
@@ -277,7 +276,8 @@ def _mass_kernel(k_desc, q, log_count, half_variance, offsets, mass, rounded, er
     full, done = barrier_ring(STAGES), barrier_ring(STAGES)
     ring_init(full, 1)
     ring_init(done, WARPGROUPS)
-    before_partitions()
+    # TMA must see the barriers before it signals them.
+    fence_async_shared()
     work = Work(queries, k, biases, extra, full, done, first, blocks, units, (units + UNITS - 1) // UNITS, SUMS)
     gl.warp_specialize([
         (_compare, (work, 0, q, q_row, offsets, mass, half_variance, rounded, error, scale_log2, SAMPLE)),

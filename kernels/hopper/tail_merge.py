@@ -26,7 +26,6 @@ from .primitives import (
     BIASES,
     NEVER,
     barrier_ring,
-    before_partitions,
     biases_layout,
     fill_selector,
     matrix,
@@ -317,7 +316,8 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
     ring_init(v_full, 1)
     ring_init(k_done, 1)
     ring_init(v_done, 1)
-    before_partitions()
+    # TMA must see the barriers before it signals them, and the matrix unit the selector.
+    fence_async_shared()
     work = Work(q, k, v, biases, selector, again, q_full, k_full, v_full, k_done, v_done, walked, gl.load(left + at_block),
                 (units + UNITS - 1) // UNITS, batch, head, head // group, block, row, rows)
     REST: gl.constexpr = 1 + D // UNITS

@@ -18,7 +18,7 @@ from ..lowering.plans import Plan
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_tiles
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
-from .primitives import barrier_ring, before_partitions, matrix, product_layout, ring_arrive, ring_at, ring_free, ring_init, ring_wait
+from .primitives import barrier_ring, matrix, product_layout, ring_arrive, ring_at, ring_free, ring_init, ring_wait
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
 DEPTH = 64         # multiplied at once
@@ -135,7 +135,8 @@ def _product_kernel(left_desc, right_desc, out_desc, out, heads, group, down, ac
     full, done = barrier_ring(STAGES), barrier_ring(STAGES)
     ring_init(full, 1)
     ring_init(done, WARPGROUPS)
-    before_partitions()
+    # TMA must see the barriers before it signals them.
+    fence_async_shared()
     work = Work(left, right, full, done, heads, group, down, across, steps, tiles, gl.program_id(0), programs)
     if WARPGROUPS == 2:
         gl.warp_specialize([

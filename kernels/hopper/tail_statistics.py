@@ -14,19 +14,7 @@ from ..lowering.primitives import LN2
 from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_tiles
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
-from .primitives import (
-    barrier_ring,
-    before_partitions,
-    matrix,
-    one_word,
-    product_layout,
-    ring_arrive,
-    ring_at,
-    ring_free,
-    ring_init,
-    ring_wait,
-    zero_rows,
-)
+from .primitives import barrier_ring, matrix, one_word, product_layout, ring_arrive, ring_at, ring_free, ring_init, ring_wait, zero_rows
 
 ROWS = 64          # of a warpgroup: the height of one wgmma
 WARPGROUPS = 2
@@ -189,7 +177,8 @@ def _key_statistics_kernel(k_desc, v_desc, covariance_desc, offsets, k_mean, v_m
     ring_init(zeroed, WARPGROUPS)
     ring_init(done, WARPGROUPS)
     ring_init(meant, WARPGROUPS)
-    before_partitions()
+    # TMA must see the barriers before it signals them.
+    fence_async_shared()
     work = Work(k, v, result, means, full, zeroed, done, meant, offsets, heads, blocks, items, gl.program_id(0), programs)
     gl.warp_specialize([
         (_multiply, (work, 0, covariance_desc, k_mean, v_mean, log_count, moments, size_of_moments, SLAB)),

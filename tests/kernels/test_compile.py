@@ -40,12 +40,19 @@ def test_what_counts_as_reloaded():
     assert loops(ASSEMBLY) == [Loop(instructions=3, products=1, reloads=1, spills=0)]
 
 
-@pytest.mark.parametrize("code, found", [
-    ("ttng.init_barrier %1\nttg.barrier local\nttg.warp_specialize(%2)\nttg.barrier local", False),
-    ("ttng.init_barrier %1\ngpu.barrier\nttng.init_barrier %2\nttng.fence_async_shared\nttg.warp_specialize(%2)\ngpu.barrier", True),
-    ("ttng.init_barrier %1\n", False)])
-def test_barriers_are_set_up_before_partitions_begin(code, found):
-    assert Compiled("kernel", "", CARDS[90], 0, 0, code, "", None).written_over == found
+RINGS = """
+    %31 = ttg.local_alloc : () -> !ttg.memdesc<1x1xi64, #shared2, #smem, mutable>
+    %3 = ttg.local_alloc : () -> !ttg.memdesc<4x1xi64, #shared2, #smem, mutable>
+    %45 = ttg.memdesc_index %31[%c0_i32] : !ttg.memdesc<1x1xi64, #shared2, #smem, mutable>
+    ttng.init_barrier %45, 1 : !ttg.memdesc<1xi64, #shared2, #smem, mutable>
+"""
+
+
+@pytest.mark.parametrize("partitions, idle", [
+    ("ttg.warp_specialize(%3, %31)", False), ("ttg.warp_specialize(%31)\n ttng.wait_barrier %3, %4", False),
+    ("ttg.warp_specialize(%31)", True), ("ttg.return", False)])
+def test_barriers_that_nobody_uses(partitions, idle):
+    assert Compiled("kernel", "", CARDS[90], 0, 0, RINGS + partitions, "", None).idle_barriers == idle
 
 
 def test_only_kernels_with_local_memory_are_looked_through():

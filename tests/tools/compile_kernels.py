@@ -3,8 +3,8 @@
     python tests/tools/compile_kernels.py [--all] [--jobs N] [WORD ...]
 
 Too much shared or tensor memory, registers reloaded in a loop over chunks, many bytes spilled elsewhere, a serialised wgmma (C751x),
-registers that are not reassigned (C7507), one copy of a tile where it should be loaded ahead, or partitions that begin before barriers are
-set up makes it exit with 1: such a kernel would not start, be slow, or now and then read what is not there. Words in the labels choose
+registers that are not reassigned (C7507), one copy of a tile where it should be loaded ahead, or barriers that are set up and never used
+makes it exit with 1: such a kernel would not start, be slow, or now and then read what is not there. Words in the labels choose
 cases. The usual ones are one for each way through a kernel and kind of GPU, with ptxas asked on one of the kinds that multiply alike;
 --all adds what should tell nothing new.
 """
@@ -280,7 +280,7 @@ def problems(kernel: Compiled, allowed: Allowed) -> list[str]:
     return [problem for problem, found in (
         ("too much shared memory", kernel.shared > kernel.card.shared_memory),
         ("too much tensor memory", kernel.tensor_memory > TENSOR_MEMORY),
-        ("partitions begin before barriers are set up", kernel.written_over),
+        ("barriers that nobody uses", kernel.idle_barriers),
         ("not loaded ahead", min(kernel.copies[:2], default=0) < allowed.copies and allowed.copies > 1),
         ("reloads in the loop over full chunks", first and allowed.first is not None and first.reloads + first.spills > allowed.first),
         ("reloads", allowed.reloads is not None and max((loop.reloads for loop in kernel.loops or ()), default=0) > allowed.reloads),

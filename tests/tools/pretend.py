@@ -20,6 +20,8 @@ PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA", "UTCMMA")
 # A tensor in shared memory that loads are written to ahead, tiles of it one behind the other.
 BUFFER = re.compile(r"local_alloc[^\n]*?: \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x(?:\d+x)*b?f16")
 
+BARRIERS = re.compile(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(?:\d+x)+i64")
+
 
 class Card(NamedTuple):
     """A kind of GPU: NVIDIA's by its compute capability, AMD's by the name of its instructions."""
@@ -81,10 +83,10 @@ class Compiled(NamedTuple):
         return int(found[1]) if found else 0
 
     @property
-    def written_over(self) -> bool:
-        """Whether partitions may begin before the barriers of the program are set up, and what they are given be written over by these."""
+    def idle_barriers(self) -> bool:
+        """Whether barriers are set up that no partition uses: what partitions are given may stand in their memory."""
         before, *partitions = self.ttgir.split("ttg.warp_specialize", 1)
-        return bool(partitions) and not re.search(r"\b(gpu|ttg)\.(local_)?barrier\b", before.rpartition("ttng.init_barrier")[2])
+        return any(not re.search(f"{ring}\\b", partitions[0]) for ring in BARRIERS.findall(before) if partitions)
 
     @property
     def copies(self) -> list[int]:
