@@ -12,6 +12,7 @@ from ..patch.canvas import from_bcfhw
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope_of_halves
+from ..patch.streams import Stream, later
 from ..ranks.split import Split, gathered, split
 
 # For each axis a table of cosines and one of sines, ``[positions, D / 3]``; and for each axis every token's position, ``[1, t*h*w]``.
@@ -34,19 +35,13 @@ class AllegroSSTAProcessor(SSTAProcessor):
         if attention_mask is not None:
             raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
         layout = self.around(hidden_states.shape[1])
-
-        def projected(linear: nn.Module) -> Tensor:
-            return linear(hidden_states).unflatten(2, (attn.heads, -1))
-
-        def turned(linear: nn.Module) -> Tensor:
-            x = projected(linear)
-            return x if image_rotary_emb is None else self._turned(x, image_rotary_emb)
-
-        query, key, value = self.made(partial(turned, attn.to_q), partial(turned, attn.to_k), partial(projected, attn.to_v), layout,
-                                      attn.heads)
+        turned = None if image_rotary_emb is None else partial(self._turned, image_rotary_emb)
+        query, key, value = self.joined(
+            [Stream(later(attn.to_q, hidden_states), then=turned)], [Stream(later(attn.to_k, hidden_states), then=turned)],
+            [Stream(later(attn.to_v, hidden_states))], layout, heads=attn.heads)
         return attn.to_out[1](attn.to_out[0](self.attend(query, key, value, layout).flatten(2, 3)))
 
-    def _turned(self, x: Tensor, image_rotary_emb: RotaryEmb) -> Tensor:
+    def _turned(self, image_rotary_emb: RotaryEmb, x: Tensor) -> Tensor:
         tables, positions = image_rotary_emb
         half = x.shape[-1] // 6
         # [1, S, 1, axis, D / 6]

@@ -12,7 +12,7 @@ from ..patch.canvas import from_bfchw
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope
-from ..patch.streams import Projected, later, projection_of
+from ..patch.streams import Projected, Stream, later
 from ..ranks.split import Split, gathered, split
 
 
@@ -36,16 +36,11 @@ class CogVideoXSSTAProcessor(SSTAProcessor):
         angles = None if image_rotary_emb is None else tuple(of[:, None, 0::2] for of in image_rotary_emb)
         q, k, v = self.project(attn, torch.cat([encoder_hidden_states, hidden_states], dim=1))
 
-        def finished(projected: Projected, norm: nn.Module | None, angles: tuple[Tensor, ...] | None) -> Tensor:
-            x = projection_of(projected).unflatten(2, (attn.heads, -1))
-            if norm is not None:
-                x = norm(x)
-            if angles is not None:
-                x = torch.cat([x[:, :text_len], apply_rope(x[:, text_len:], *angles)], dim=1)
-            return x
+        def turned(x: Tensor) -> Tensor:
+            return x if angles is None else torch.cat([x[:, :text_len], apply_rope(x[:, text_len:], *angles)], dim=1)
 
-        query, key, value = self.made(partial(finished, q, attn.norm_q, angles), partial(finished, k, attn.norm_k, angles),
-                                      partial(finished, v, None, None), layout, attn.heads)
+        query, key, value = self.joined([Stream(q, attn.norm_q, then=turned)], [Stream(k, attn.norm_k, then=turned)], [Stream(v)], layout,
+                                        heads=attn.heads)
         del q, k, v
         out = self.attend(query, key, value, layout).flatten(2, 3)
         out = attn.to_out[1](attn.to_out[0](out))

@@ -11,6 +11,7 @@ from ..patch.canvas import from_bcfhw
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope_of_halves
+from ..patch.streams import Stream, later
 from ..ranks.after_gather import shared_gradients
 from ..ranks.split import Split, gathered, split, split_outputs
 from ..schedule.progress import read
@@ -32,18 +33,16 @@ class CosmosSSTAProcessor(SSTAProcessor):
             raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
         layout = self.around(hidden_states.shape[1])
 
-        def projected(linear: nn.Module) -> Tensor:
-            return linear(hidden_states).unflatten(2, (attn.heads, -1))
-
-        def finished(linear: nn.Module, norm: nn.Module) -> Tensor:
-            x = norm(projected(linear))
+        def turned(x: Tensor) -> Tensor:
             if image_rotary_emb is None:
                 return x
             # The angles of both halves are the same.
             return apply_rope_of_halves(x, *(of[:, None, :x.shape[-1] // 2] for of in image_rotary_emb))
 
-        query, key, value = self.made(partial(finished, attn.to_q, attn.norm_q), partial(finished, attn.to_k, attn.norm_k),
-                                      partial(projected, attn.to_v), layout, attn.heads)
+        query, key, value = self.joined(
+            [Stream(later(attn.to_q, hidden_states), attn.norm_q, then=turned)],
+            [Stream(later(attn.to_k, hidden_states), attn.norm_k, then=turned)],
+            [Stream(later(attn.to_v, hidden_states))], layout, heads=attn.heads)
         return attn.to_out[1](attn.to_out[0](self.attend(query, key, value, layout).flatten(2, 3)))
 
 

@@ -16,7 +16,7 @@ from ..patch.canvas import from_bcfhw, histories_before
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope
-from ..patch.streams import Projected, projection_of, projections
+from ..patch.streams import Stream, projections
 from ..ranks.after_gather import shared_gradients
 from ..ranks.split import Split, gathered, split
 
@@ -41,20 +41,19 @@ class HeliosSSTAProcessor(SSTAProcessor):
         layout = self.around(hidden_states.shape[1], before=self.context.call.before)
         q, k, v = projections(attn, hidden_states)
 
-        def finished(projected: Projected, norm: nn.Module) -> Tensor:
-            x = norm(projection_of(projected)).unflatten(2, (attn.heads, -1))
+        def turned(x: Tensor) -> Tensor:
             return x if rotary_emb is None else apply_rope(x, *rotary_emb[..., None, ::2].chunk(2, dim=-1))
 
-        def amplified() -> Tensor:
-            x = finished(k, attn.norm_k)
+        def amplified(x: Tensor) -> Tensor:
+            x = turned(x)
             history = x.shape[1] - (layout.segments[-1].length if original_context_length is None else original_context_length)
             if not attn.is_amplify_history or history == 0:
                 return x
             scale = 1 + torch.sigmoid(attn.history_key_scale) * (attn.max_scale - 1)
             return torch.cat([(x[:, :history] * scale.view(1, 1, -1, 1)).to(x.dtype), x[:, history:]], dim=1)
 
-        query, key, value = self.made(partial(finished, q, attn.norm_q), amplified,
-                                      lambda: projection_of(v).unflatten(2, (attn.heads, -1)), layout, attn.heads)
+        query, key, value = self.joined([Stream(q, attn.norm_q, then=turned)], [Stream(k, attn.norm_k, then=amplified)], [Stream(v)],
+                                        layout, heads=attn.heads, across_heads=True)
         out = self.attend(query, key, value, layout).flatten(2, 3).to(query.dtype)
         return attn.to_out[1](attn.to_out[0](out))
 

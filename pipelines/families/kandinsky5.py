@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..patch.canvas import from_bfhwc
 from ..patch.family import Family, Site, stack_sites
 from ..patch.processor import SSTAProcessor
+from ..patch.streams import Stream, later
 from ..ranks.after_gather import shared_gradients
 from ..ranks.split import Split, gathered, split
 
@@ -32,16 +33,14 @@ class Kandinsky5SSTAProcessor(SSTAProcessor):
             raise ValueError("sparse_params must be None under SSTA, which is a sparsity of its own; call remove_ssta to use the model's")
         layout = self.around(hidden_states.shape[1])
 
-        def projected(linear: nn.Module) -> Tensor:
-            return linear(hidden_states).unflatten(-1, (attn.num_heads, -1))
-
-        def finished(linear: nn.Module, norm: nn.Module) -> Tensor:
-            x = projected(linear)
+        def finished(norm: nn.Module, x: Tensor) -> Tensor:
             x = norm(x.float()).type_as(x)
             return x if rotary_emb is None else _rotated(x, rotary_emb)
 
-        query, key, value = self.made(partial(finished, attn.to_query, attn.query_norm), partial(finished, attn.to_key, attn.key_norm),
-                                      partial(projected, attn.to_value), layout, attn.num_heads)
+        query, key, value = self.joined(
+            [Stream(later(attn.to_query, hidden_states), then=partial(finished, attn.query_norm))],
+            [Stream(later(attn.to_key, hidden_states), then=partial(finished, attn.key_norm))],
+            [Stream(later(attn.to_value, hidden_states))], layout, heads=attn.num_heads)
         return attn.out_layer(self.attend(query, key, value, layout).flatten(-2, -1))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..patch.canvas import from_numbers, memory_before
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
+from ..patch.streams import Stream, later
 from ..ranks.split import CROSS_LENGTHS, Plan, Split, gathered, split, split_outputs
 from .ltx import tokens_given
 
@@ -46,15 +47,14 @@ class LTX2SSTAProcessor(SSTAProcessor):
                              "call remove_ssta for pipelines that need it")
         layout = self.around(hidden_states.shape[1], before=self.context.call.before, after=None)
 
-        def finished(linear: nn.Module, norm: nn.Module) -> Tensor:
-            x = norm(linear(hidden_states))
-            if rotary_emb is not None:
-                x = ROPE[attn.rope_type](x, rotary_emb)
-            return x.unflatten(2, (attn.heads, -1))
+        def turned(x: Tensor) -> Tensor:
+            return x if rotary_emb is None else ROPE[attn.rope_type](x.flatten(2), rotary_emb).unflatten(2, (attn.heads, -1))
 
         # v comes from outside, where it may be all that is asked for.
-        query, key, v = self.made(partial(finished, attn.to_q, attn.norm_q), partial(finished, attn.to_k, attn.norm_k),
-                                  partial(value.unflatten, 2, (attn.heads, -1)), layout, attn.heads)
+        query, key, v = self.joined(
+            [Stream(later(attn.to_q, hidden_states), attn.norm_q, then=turned)],
+            [Stream(later(attn.to_k, hidden_states), attn.norm_k, then=turned)], [Stream(value)], layout, heads=attn.heads,
+            across_heads=True)
         return self.attend(query, key, v, layout).flatten(2, 3).to(query.dtype)
 
     def _project_out(self, attn: nn.Module, hidden_states: Tensor, out: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from ssta import DenseRun
 from ..patch.branched import BranchedProcessor
 from ..patch.canvas import from_coordinates
 from ..patch.family import Family, stack_sites
-from ..patch.streams import Projected, projection_of, projections
+from ..patch.streams import Stream, projections
 from ..ranks.split import Split, stock_plan
 
 
@@ -36,15 +36,11 @@ class MiniMaxH3SSTAProcessor(BranchedProcessor):
         layout = self.around(hidden_states.shape[1], before=None)
         q, k, v = projections(attn, hidden_states)
 
-        def by_head(projected: Projected) -> Tensor:
-            return projection_of(projected).unflatten(-1, (attn.heads, -1))
-
-        def finished(projected: Projected, norm: nn.Module) -> Tensor:
-            x = norm(by_head(projected))
+        def turned(x: Tensor) -> Tensor:
             return x if rotary_emb is None else _rotated(x, *rotary_emb)
 
-        query, key, value = self.made(partial(finished, q, attn.norm_q), partial(finished, k, attn.norm_k), partial(by_head, v), layout,
-                                      attn.heads)
+        query, key, value = self.joined([Stream(q, attn.norm_q, then=turned)], [Stream(k, attn.norm_k, then=turned)], [Stream(v)], layout,
+                                        heads=attn.heads)
         del q, k, v
         out = self.attend_in(attn, hidden_states, query, key, value, layout)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))

@@ -171,13 +171,6 @@ class SSTAProcessor:
         finish = partial(finished, heads=heads, across_heads=across_heads, norms=self.norms, impl=self.context.impl)
         return self._sent(shares, heads, *(partial(finish, streams) for streams in (queries, keys, values)))
 
-    def made(self, query: Callable[[], Tensor], key: Callable[[], Tensor], value: Callable[[], Tensor], layout: TokenLayout,
-             key_heads: int) -> tuple[Given, Given, Given]:
-        """q, k and v for ``attend`` out of functions that make them, ``[B, S, H, D]``, where ``joined`` does not know how. They are called
-        once, in this order, or on several ranks v's first, then k's while v is on its way, then q's while k is."""
-        shares = self._shares(layout, key_heads)
-        return (query(), key(), value()) if shares is None else self._sent(shares, key_heads, query, key, value)
-
     def _sent(self, shares: Shares, key_heads: int, query: Callable[[], Input], key: Callable[[], Input], value: Callable[[], Input]
               ) -> tuple[Sent, Sent, Sent]:
         """q, k and v, made one after the other, each packed while the one before it is on its way."""
@@ -211,7 +204,7 @@ class SSTAProcessor:
 
         Args:
             query: ``[B, S, H, D]``, with S = ``layout.length``, or on several ranks this rank's part of it; memory order as diffusers'
-                processors have it. Or what ``joined`` or ``made`` returned, and so are then key and value.
+                processors have it. Or what ``joined`` returned, and so are then key and value.
             key: ``[B, S, Hkv, D]``.
             value: ``[B, S, Hkv, D]``.
             layout: where the video and the conditions lie in the sequence.

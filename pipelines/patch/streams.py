@@ -34,12 +34,14 @@ class Stream(NamedTuple):
         angles: cosines and sines of RoPE on neighbouring channels, float32, which broadcast to ``[B, S, H, D]`` with both angles of a pair,
             which are the same, or to ``[B, S, H, D / 2]``; None = no RoPE.
         rotated: angles are for so many of the first tokens, others have none; None = for all.
+        then: what the model does after that, for which no kernel stands in: ``[B, S, H, D]`` -> the same shape; None = nothing.
     """
 
     projected: Projected
     norm: nn.Module | None = None
     angles: tuple[Tensor, Tensor] | None = None
     rotated: int | None = None
+    then: Callable[[Tensor], Tensor] | None = None
 
 
 class _Made(NamedTuple):
@@ -48,6 +50,7 @@ class _Made(NamedTuple):
     projected: Tensor
     norm: nn.Module | None
     angles: tuple[Tensor, Tensor] | None
+    then: Callable[[Tensor], Tensor] | None
 
 
 def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int, across_heads: bool = False,
@@ -99,22 +102,18 @@ def projections(attn: Any, x: Tensor) -> tuple[Projected, Projected, Projected]:
     return later(attn.to_q, x), later(attn.to_k, x), later(attn.to_v, x)
 
 
-def projection_of(projected: Projected) -> Tensor:
-    return projected if isinstance(projected, Tensor) else projected()
-
-
 def _made(*kinds: Sequence[Stream]) -> list[list[_Made]]:
     """Each kind's streams with their projections, which are made in the order in which diffusers' processors make them."""
     made: list[list[_Made]] = [[] for _ in kinds]
     for number in range(max(len(streams) for streams in kinds)):
         for streams, into in zip(kinds, made):
             if number < len(streams):
-                projected, norm, angles, rotated = streams[number]
-                x = projection_of(projected)
+                projected, norm, angles, rotated, then = streams[number]
+                x = projected if isinstance(projected, Tensor) else projected()
                 if rotated is None:
-                    into.append(_Made(x, norm, angles))
+                    into.append(_Made(x, norm, angles, then))
                 else:
-                    into.extend((_Made(x[:, :rotated], norm, angles), _Made(x[:, rotated:], norm, None)))
+                    into.extend((_Made(x[:, :rotated], norm, angles, then), _Made(x[:, rotated:], norm, None, then)))
     return made
 
 
@@ -144,16 +143,16 @@ def _normed_and_rotated(stream: _Made, heads: int, across_heads: bool) -> Tensor
     x = x.unflatten(2, (heads, -1))
     if norm is not None and not across_heads:
         x = norm(x)
-    if stream.angles is None:
-        return x
-    step = stream.angles[0].shape[-1] // (x.shape[-1] // 2)
-    return apply_rope(x, *(of[..., ::step] for of in stream.angles))
+    if stream.angles is not None:
+        step = stream.angles[0].shape[-1] // (x.shape[-1] // 2)
+        x = apply_rope(x, *(of[..., ::step] for of in stream.angles))
+    return x if stream.then is None else stream.then(x)
 
 
 def _by_kernel(stream: _Made, heads: int, across_heads: bool, norms: Norms, impl: str) -> bool:
     """Whether the kernel runs here, does what the stream's modules do, and nobody wants a gradient."""
-    x, norm, angles = stream
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    x, norm, angles, then = stream
+    if then is not None or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return False
     if choose_backend(impl, x.device, x.dtype, x.shape[-1] // heads).by_torch("gather"):
         return False

@@ -184,7 +184,7 @@ def with_forward(norm):
 @pytest.mark.parametrize("change", [with_hook, with_forward, lambda norm: norm.register_forward_pre_hook(lambda module, args: None),
                                     lambda norm: norm.double(), lambda norm: norm.requires_grad_()])
 def test_a_changed_norm_is_called(by_kernel, change):
-    x, norm, angles, _ = stream_of(CASES[0], 8, torch.float16)
+    x, norm, angles, *_ = stream_of(CASES[0], 8, torch.float16)
     change(norm)
     out = materialized(Stream(x, norm, angles), heads=HEADS)
     expected = streams.apply_rope(norm(x.unflatten(2, (HEADS, -1))), *(of[..., ::2] for of in angles))
@@ -195,7 +195,7 @@ def test_a_changed_norm_is_called(by_kernel, change):
 
 
 def test_other_norms_and_who_else_is_left_to_the_modules(by_kernel):
-    x, norm, angles, _ = stream_of(CASES[0], 8, torch.float16)
+    x, norm, angles, *_ = stream_of(CASES[0], 8, torch.float16)
     for other in (Doubled(DIM, eps=1e-5), nn.LayerNorm(DIM), RMSNorm(DIM, 1e-5, False), RMSNorm(DIM, 1e-5, bias=True), nn.RMSNorm(DIM)):
         materialized(Stream(x, other.to(DEVICE).requires_grad_(False), angles), heads=HEADS)
     materialized(Stream(x.requires_grad_(), norm, angles), heads=HEADS).sum().backward()
@@ -203,6 +203,8 @@ def test_other_norms_and_who_else_is_left_to_the_modules(by_kernel):
     x = x.detach()
     materialized(Stream(x, norm, tuple(of.double() for of in angles)), heads=HEADS)
     materialized(Stream(x, norm, (angles[0].requires_grad_(), angles[1])), heads=HEADS)
+    doubled = materialized(Stream(x, norm, angles, then=lambda y: 2 * y), heads=HEADS)
+    assert torch.equal(doubled, 2 * materialized(Stream(x, norm, angles, then=lambda y: y), heads=HEADS))
     with torch.autocast(DEVICE, torch.bfloat16):
         materialized(Stream(x, norm), heads=HEADS)
     torch.func.vmap(lambda one: materialized(Stream(one, norm), heads=HEADS))(x[None])
@@ -213,7 +215,7 @@ def test_other_norms_and_who_else_is_left_to_the_modules(by_kernel):
 
 
 def test_a_norm_that_the_family_does_not_name_is_called(by_kernel):
-    x, norm, angles, _ = stream_of(CASES[0], 8, torch.float16)
+    x, norm, angles, *_ = stream_of(CASES[0], 8, torch.float16)
     plain = [Stream(x)]
     found = streams.joined([Stream(x, norm, angles)], plain, plain, heads=HEADS, impl="triton")[0]
     assert not by_kernel
