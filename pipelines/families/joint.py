@@ -1,4 +1,4 @@
-"""The processor of models that attend jointly over [video | conditions]: the HunyuanVideo line and its relatives."""
+"""The processor of models that attend jointly over [video | conditions]: the HunyuanVideo line, its relatives, and Mochi."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class JointSSTAProcessor(SSTAProcessor):
         video_len = hidden_states.shape[1]
         after = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
         layout = self.around(video_len + after, before=self.context.call.before, after=after)
-        # EasyAnimate's are on the CPU.
+        # Mochi's are each head's own, EasyAnimate's are on the CPU.
         angles = None if image_rotary_emb is None else tuple(
-            of[:, None].to(hidden_states.device, non_blocking=True) for of in image_rotary_emb)
+            (of if of.dim() == 3 else of[:, None]).to(hidden_states.device, non_blocking=True) for of in image_rotary_emb)
         both = hidden_states
         if encoder_hidden_states is not None and attn.add_q_proj is None:
             both = torch.cat([hidden_states, encoder_hidden_states], dim=1)
