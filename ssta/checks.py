@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels.checks import require_int
+from .kernels.checks import require_int, require_number
 from .kernels.memo import traced
 
 # Beyond it no index of a token fits into 32 bits.
@@ -42,6 +42,14 @@ def require_tile(name: str, value: Sequence[int]) -> tuple[int, int, int]:
     if prod(tile) > LARGEST:
         raise ValueError(f"{name} must make tiles of at most {LARGEST} tokens, got {tile}")
     return tile
+
+
+def require_share(name: str, value: float, interval: str, what: str = "") -> float:
+    """``value``, a number between 0 and 1, which count where ``interval`` says so, as "(0, 1]" does of 1; errors say ``what`` it is."""
+    value = require_number(name, value)
+    if not (0 < value < 1 or value == 0 and interval[0] == "[" or value == 1 and interval[-1] == "]"):
+        raise ValueError(f"{name} must lie in {interval}{what and f', {what}'}, got {value}")
+    return value
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...], also: str = "") -> str:

@@ -11,8 +11,8 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from .checks import require_choice, require_function, require_int, require_tile, require_triple
-from .kernels.checks import require_bool, require_number
+from .checks import require_choice, require_function, require_int, require_share, require_tile, require_triple
+from .kernels.checks import require_bool
 from .scoring import RULES
 
 SPARSE_TYPES = ("sta", "block_attn", "moba", "ssta")
@@ -89,11 +89,8 @@ class SSTAConfig:
         if self.sparse_type is not None:
             require_choice("sparse_type", self.sparse_type, SPARSE_TYPES)
             self._settle("sparse_type", "block_attn" if self.sparse_type == "moba" else self.sparse_type)
-        for name, below in (("threshold", True), ("lambda_", False)):
-            value = require_number(name, getattr(self, name))
-            if not 0 <= value <= 1 or below and value == 1:
-                raise ValueError(f"{name} must lie in [0, 1{')' if below else ']'}, got {value}")
-            self._settle(name, value)
+        for name, interval in (("threshold", "[0, 1)"), ("lambda_", "[0, 1]")):
+            self._settle(name, require_share(name, getattr(self, name), interval))
         if callable(self.sampling_type):
             require_function("sampling_type", self.sampling_type, "q_descriptors", "k_descriptors")
         elif self.sampling_type is not None:
@@ -154,9 +151,7 @@ class SSTAConfig:
     def _check_density(self) -> None:
         if self.density is None:
             return
-        self._settle("density", require_number("density", self.density))
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density must lie in (0, 1], a share of the tile pairs, got {self.density}")
+        self._settle("density", require_share("density", self.density, "(0, 1]", "a share of the tile pairs"))
         for name, free in (("topk", None), ("threshold", 0.0), ("budget", None)):
             if getattr(self, name) != free:
                 raise ValueError(f"{name} must be {free} with a density, which takes its place, got {name} = {getattr(self, name)} and "

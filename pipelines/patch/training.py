@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ssta.kernels.checks import require_int, require_number
+from ssta.checks import require_share
+from ssta.kernels.checks import require_int
 
 from ..schedule.changes import changed
 from .apply import SSTAHandle
@@ -334,7 +335,4 @@ def _first(out: Any) -> Tensor:
 
 
 def _density(name: str, value: Any) -> float:
-    value = require_number(name, value)
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must lie in (0, 1], a share of the tile pairs, got {value}")
-    return float(value)
+    return float(require_share(name, value, "(0, 1]", "a share of the tile pairs"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid
+from ssta.checks import require_share
 
 from ..schedule.changes import changed
 from ..schedule.defaults import small_tiles
@@ -47,10 +48,8 @@ class Settings:
         if given.get("precision", "bf16") != "bf16":
             raise ValueError("block_sparse.precision must be 'bf16' with SSTA, which computes in the tensors' own dtype, got "
                              f"{given['precision']!r}")
-        sparsity = float(given["sparsity"])
-        if not 0 <= sparsity < 1:
-            raise ValueError("block_sparse.sparsity must lie in [0, 1), the share of the tile pairs that is not computed exactly, got "
-                             f"{sparsity}")
+        sparsity = require_share("block_sparse.sparsity", float(given["sparsity"]), "[0, 1)",
+                                 "the share of the tile pairs that is not computed exactly")
         # 1 - 0.8 is meant to be 0.2.
         config = changed(config_from(os.environ.get(VARIABLE, "{}")), density=round(1 - sparsity, 9))
         return cls(config if sparsity else None, int(given.get("start_step", 0)), int(given.get("end_step", 0)),

@@ -9,7 +9,8 @@ from numbers import Integral
 from typing import Any
 
 from ssta import SSTAConfig
-from ssta.kernels.checks import require_int, require_number
+from ssta.checks import require_share
+from ssta.kernels.checks import require_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +52,13 @@ class Schedule:
         if type(self.dense_steps) is int and self.dense_steps == 1:
             raise ValueError("dense_steps must be a fraction of the steps, got 1, which may be meant for one step: 1.0 keeps all of them "
                              "dense, and a small fraction, such as 0.01, the first one")
-        if not 0 <= require_number("dense_steps", self.dense_steps) <= 1:
-            raise ValueError(f"dense_steps must lie in [0, 1], a fraction of the steps, got {self.dense_steps}")
-        if self.dense_above is not None and not 0 <= require_number("dense_above", self.dense_above) <= 1:
-            raise ValueError(f"dense_above must lie in [0, 1], a noise level, got {self.dense_above}")
+        require_share("dense_steps", self.dense_steps, "[0, 1]", "a fraction of the steps")
+        if self.dense_above is not None:
+            require_share("dense_above", self.dense_above, "[0, 1]", "a noise level")
         if isinstance(self.densities, (str, bytes, bytearray)) or not isinstance(self.densities, Sequence):
             raise TypeError(f"densities must be a tuple of numbers, one for each step, got {self.densities!r}")
-        for density in self.densities:
-            if not 0 < require_number("densities", density) <= 1:
-                raise ValueError(f"densities must lie in (0, 1], shares of the tile pairs, got {density}")
-        object.__setattr__(self, "densities", tuple([float(density) for density in self.densities]))
+        object.__setattr__(self, "densities", tuple([
+            float(require_share("densities", density, "(0, 1]", "shares of the tile pairs")) for density in self.densities]))
         if isinstance(self.dense_layers, (str, bytes, bytearray)) or not isinstance(self.dense_layers, Sequence):
             raise TypeError(f"dense_layers must be a tuple of positions and names, got {self.dense_layers!r}")
         dense = _layers("dense_layers", self.dense_layers)

@@ -22,19 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..checks import LARGEST, require_choice
+from ..checks import LARGEST, require_choice, require_share
 from ..inputs import check_tensors
 from ..kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
-from ..kernels.checks import (
-    DTYPES,
-    autocast_inputs,
-    check_tensor,
-    require_bool,
-    require_int,
-    require_number,
-    resolve_scale,
-    without_autocast,
-)
+from ..kernels.checks import DTYPES, autocast_inputs, check_tensor, require_bool, require_int, resolve_scale, without_autocast
 from ..layer import Found, Ran
 from ..op import LayerResult
 from ..selection import Selection
@@ -125,11 +116,8 @@ def sla_layer(
 
 
 def check_density(density: float) -> float:
-    """``density`` as a float in (0, 1]."""
-    density = require_number("density", density)
-    if not 0 < density <= 1:
-        raise ValueError(f"density must lie in (0, 1], a share of the key blocks, got {density}")
-    return density
+    """``density``, a share of the key blocks."""
+    return require_share("density", density, "(0, 1]", "a share of the key blocks")
 
 
 def _select(q: Tensor, k: Tensor, density: float, q_block: int, kv_block: int) -> BlockLists:

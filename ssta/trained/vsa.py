@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from ..attention import attend
+from ..checks import require_share
 from ..config import SSTAConfig
 from ..cut import Cut, TiledSegment, cut_of, in_sequence
 from ..dense import dense_attention
 from ..kernels import Deferred, take_tokens
-from ..kernels.checks import autocast_inputs, check_tensor, require_number
+from ..kernels.checks import autocast_inputs, check_tensor
 from ..kernels.memo import remember, remember_plain
 from ..layout import Input, heads_by_row
 from ..op import LayerResult
@@ -80,9 +81,7 @@ def video_sparse_attention(
 
 def vsa_config(sparsity: float, tile_thw: tuple[int, int, int] = TILE) -> SSTAConfig:
     """What VSA attends to exactly, as a configuration."""
-    sparsity = require_number("sparsity", sparsity)
-    if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity must lie in [0, 1), the share of the tiles that is left out, got {sparsity}")
+    sparsity = require_share("sparsity", sparsity, "[0, 1)", "the share of the tiles that is left out")
     return SSTAConfig(tile_thw=tile_thw, sparse_type="block_attn", sampling_type="similarity", density=1 - sparsity)
 
 
