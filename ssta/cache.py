@@ -45,6 +45,62 @@ class Contents(NamedTuple):
     segments: tuple[VideoGrid | DenseRun, ...]
 
 
+class _Memory:
+    """What a cache holds, for chunks of one kind of tensors.
+
+    Attributes:
+        geometry: where frames lie.
+        spec: of the layer for the longest chunk; its kv_layout is what is held.
+        raw_sink: the sink's keys without positions; None where keys come with them, and without a sink.
+        chunks: what calls need, by the frames of their chunk.
+    """
+
+    def __init__(self, geometry: Geometry, spec: LayerSpec, batch: int, rotary: bool) -> None:
+        self.geometry, self.spec, self.chunks = geometry, spec, dict[int, Chunk]()
+        tokens = geometry.sink * geometry.frame
+        # A tensor made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad(), on_device(torch.empty(0, device=spec.device)):
+            self.storage: Storage = self.layer.new(batch)
+            self.raw_sink = self.storage.k.new_zeros(batch, spec.kv_heads, tokens, spec.head_dim) if rotary and tokens else None
+
+    @property
+    def kind(self) -> Kind:
+        k = self.storage.k
+        return Kind(k.shape[0], self.spec.heads, k.shape[1], k.shape[3], k.dtype, k.device)
+
+    @property
+    def layer(self) -> CachedLayer:
+        return cached_layer(plan_of(self.geometry, self.spec), self.spec.device)
+
+    @property
+    def ring(self) -> Ring:
+        return ring_of(self.geometry, self.spec.device)
+
+    def spec_of(self, frames: int) -> LayerSpec:
+        """For a chunk of so many frames; a window is that of the longest."""
+        spec, config = self.spec.of_thw(self.geometry.thw(frames)), self.spec.config
+        shorter = frames < self.geometry.chunk and config.selected_by == "ssta"
+        return spec._replace(config=replace(config, sparse_type="block_attn")) if shorter else spec
+
+    def chunk(self, frames: int) -> Chunk:
+        """What calls for a chunk of so many frames need."""
+        found = self.chunks.get(frames)
+        if found is None:
+            plan = plan_of(self.geometry, self.spec_of(frames))
+            with torch.inference_mode(False), torch.no_grad(), on_device(self.storage.k):
+                found = self.chunks[frames] = Chunk(plan, cached_layer(plan, self.spec.device).known(self.storage))
+        return found
+
+    def put_text(self, key: Tensor, value: Tensor) -> None:
+        ring, storage = self.ring, self.storage
+        with torch.no_grad():
+            for x, own in ((key, storage.k), (value, storage.v)):
+                ring.tokens(own)[3].narrow(2, 0, x.shape[2]).copy_(x)
+            storage.counts.text.fill_(key.shape[2])
+            for chunk in self.chunks.values():
+                ring.count_text(chunk.known[0], key.shape[2])
+
+
 class TileCache:
     """Keys and values of earlier chunks of a video, for one attention layer.
 
@@ -100,14 +156,9 @@ class TileCache:
                              f"{self.window}")
         if self._most is not None and self._most > self.window:
             raise ValueError(f"chunk must be at most the window's {self.window} frames, got {self._most}")
-        self._storage: Storage | None = None
-        self._geometry: Geometry | None = None
-        self._spec: LayerSpec | None = None
-        self._raw_sink: Tensor | None = None
+        self._memory: _Memory | None = None
         self._first = 0
         self._kept = 0
-        # By the frames of a chunk.
-        self._chunks: dict[int, Chunk] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, thw: tuple[int, int, int], *, keep: bool = True, dense: bool = False,
                start: int | None = None, text: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -152,30 +203,34 @@ class TileCache:
                              "layer has a cache of its own")
         if text is not None:
             check_text(text, key, self.text)
-        self._fit(Kind.of(query, key), (t, h, w), keep)
-        chunk, storage, geometry = self._chunk(t), self._storage, self._geometry
-        assert storage is not None and geometry is not None
-        raw = key
+        memory = self._fit(Kind.of(query, key), (t, h, w), keep)
+        chunk, storage, raw = memory.chunk(t), memory.storage, key
         if self.rotary is not None:
             key = self._rotated(key, storage.counts.kept[0])
         if text is not None:
-            self._put_text(storage, *text)
+            memory.put_text(*text)
         dense = dense or self.config.density == 1
         if recorded(query, key, value):
-            out = self._attend_recorded(query, key, value, layout, dense)
+            out = self._attend_recorded(query, key, value, layout, memory.spec_of(t).config, dense)
             if keep:
                 attend_chunk(query.detach(), key.detach(), value.detach(), storage, chunk, True, True)
         else:
             out = attend_chunk(query, key, value, storage, chunk, dense, keep)
         if keep:
             first = self._first if self._kept else t
-            if self._raw_sink is not None:
-                self._fill_raw_sink(raw, t)
-            others = [of for frames, of in self._chunks.items() if frames != t]
-            settled = geometry.settles(first) and self._kept >= self.sink + self.window
-            keep_chunk(storage, [chunk, *others], self._kept < self.sink, geometry.cuts(first), settled)
-            if self._raw_sink is not None:
-                self._move_sink(self._raw_sink)
+            if memory.raw_sink is not None:
+                with torch.no_grad():
+                    # The sink's keys as they came, before the chunk is counted in.
+                    here, token = memory.ring.fills(storage.counts, t)
+                    memory.raw_sink.copy_(torch.where(here, raw.index_select(2, token), memory.raw_sink))
+            others = [of for frames, of in memory.chunks.items() if frames != t]
+            settled = memory.geometry.settles(first) and self._kept >= self.sink + self.window
+            keep_chunk(storage, [chunk, *others], self._kept < self.sink, memory.geometry.cuts(first), settled)
+            if memory.raw_sink is not None:
+                with torch.no_grad():
+                    # The sink ends where the window begins.
+                    sink = memory.ring.tokens(storage.k)[2]
+                    sink.copy_(self._rotated(memory.raw_sink, memory.ring.sink_start(storage.counts)))
             self._first, self._kept = first, self._kept + t
         return out
 
@@ -194,16 +249,16 @@ class TileCache:
         else:
             _, heads, kv_heads = own_heads(query, key, layout, self.group)
             kind = kind._replace(heads=heads, kv_heads=kv_heads)
-        self._fit(kind, thw, True)
-        self._chunk(thw[0])
+        self._fit(kind, thw, True).chunk(thw[0])
 
     def reset(self) -> None:
         """Forgets all frames and keeps the memory."""
         self._first = self._kept = 0
-        if self._storage is not None:
-            with torch.no_grad(), on_device(self._storage.k):
-                self._layer().clear(self._storage)
-                recount(self._storage, self._chunks.values())
+        memory = self._memory
+        if memory is not None:
+            with torch.no_grad(), on_device(memory.storage.k):
+                memory.layer.clear(memory.storage)
+                recount(memory.storage, memory.chunks.values())
 
     def contents(self) -> Contents:
         """What is held, as ``ssta_attention`` takes it with a ``kv_layout`` of these segments and the chunk's. Waits for the device.
@@ -211,11 +266,11 @@ class TileCache:
         Raises:
             ValueError: there is no memory yet.
         """
-        storage = self._storage
-        if storage is None or self._geometry is None:
+        if self._memory is None:
             raise ValueError("contents must be asked for after a first call, got a cache without memory")
+        storage = self._memory.storage
         frames, *rest = (x.tolist() for x in storage.counts)
-        found = list(ring_of(self._geometry, storage.k.device).in_sequence(frames, *[number for number, in rest]))
+        found = list(self._memory.ring.in_sequence(frames, *[number for number, in rest]))
         places = torch.cat([torch.zeros(0, dtype=torch.int64, device=storage.k.device), *[places for _, places in found]])
         return Contents(storage.k.index_select(2, places), storage.v.index_select(2, places), tuple([segment for segment, _ in found]))
 
@@ -232,25 +287,26 @@ class TileCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the memory: keys, values, and what is known of their tiles; 0 before it is allocated."""
-        tensors = [] if self._storage is None else [*self._storage.tensors, *([] if self._raw_sink is None else [self._raw_sink])]
+        memory = self._memory
+        tensors = [] if memory is None else [*memory.storage.tensors, *([] if memory.raw_sink is None else [memory.raw_sink])]
         return sum([x.numel() * x.element_size() for x in tensors])
 
     def to(self, device: torch.device | str) -> TileCache:
         """Moves it to another device, in place; returns itself."""
         device = require_device("device", device)
-        if self._storage is not None and self._storage.k.device != device:
+        if self._memory is not None and self._memory.spec.device != device:
             self.load_state_dict(self.state_dict(), device)
         return self
 
     def state_dict(self) -> dict[str, Any]:
         """What is held, as tensors, which are its own, and plain numbers: keys, values and where they lie; what is known of tiles follows
         from these."""
-        storage, geometry, spec = self._storage, self._geometry, self._spec
-        if storage is None or geometry is None or spec is None:
+        memory = self._memory
+        if memory is None:
             return {}
-        raw = {} if self._raw_sink is None else {"raw_sink": self._raw_sink}
-        return {"key": storage.k, "value": storage.v, **raw, **storage.counts._asdict(), "geometry": tuple(geometry), "heads": spec.heads,
-                "first": self._first, "number": self._kept}
+        raw = {} if memory.raw_sink is None else {"raw_sink": memory.raw_sink}
+        return {"key": memory.storage.k, "value": memory.storage.v, **raw, **memory.storage.counts._asdict(),
+                "geometry": tuple(memory.geometry), "heads": memory.spec.heads, "first": self._first, "number": self._kept}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str | None = None) -> None:
         """Takes over what ``state_dict`` of a cache with these settings gave.
@@ -269,15 +325,13 @@ class TileCache:
         if found != wanted or ("raw_sink" in state) != (self.rotary is not None and self.sink > 0):
             raise ValueError(f"state must be of a cache with {wanted} and{' ' if self.rotary else ' without '}a rotary, got {found}")
         device = key.device if device is None else require_device("device", device)
-        self._allocate(Kind(key.shape[0], state["heads"], key.shape[1], key.shape[3], key.dtype, device), found)
-        assert self._storage is not None and self._spec is not None
-        with torch.no_grad(), on_device(self._storage.k):
-            for own, x in zip(self._storage.tensors, (key, state["value"], *[state[name] for name in Counts._fields])):
+        memory = self._allocate(Kind(key.shape[0], state["heads"], key.shape[1], key.shape[3], key.dtype, device), found)
+        with torch.no_grad(), on_device(memory.storage.k):
+            for own, x in zip(memory.storage.tensors, (key, state["value"], *[state[name] for name in Counts._fields])):
                 own.copy_(x)
-            if self._raw_sink is not None:
-                self._raw_sink.copy_(state["raw_sink"])
-            layer = self._layer()
-            layer.describe_pages(self._storage, layer.ring.order)
+            if memory.raw_sink is not None:
+                memory.raw_sink.copy_(state["raw_sink"])
+            memory.layer.describe_pages(memory.storage, memory.ring.order)
         self._first, self._kept = state["first"], state["number"]
 
     def __repr__(self) -> str:
@@ -285,15 +339,6 @@ class TileCache:
                 f"{self.nbytes / 2**20:,.1f} MiB")
 
     # The rest is of use inside.
-
-    def _put_text(self, storage: Storage, key: Tensor, value: Tensor) -> None:
-        ring = self._ring()
-        with torch.no_grad():
-            for x, own in ((key, storage.k), (value, storage.v)):
-                ring.tokens(own)[3].narrow(2, 0, x.shape[2]).copy_(x)
-            storage.counts.text.fill_(key.shape[2])
-            for chunk in self._chunks.values():
-                ring.count_text(chunk.known[0], key.shape[2])
 
     def _rotated(self, key: Tensor, first: Tensor) -> Tensor:
         assert self.rotary is not None
@@ -303,76 +348,50 @@ class TileCache:
                              f"{(tuple(found.shape), found.dtype) if isinstance(found, Tensor) else type(found).__name__}")
         return found
 
-    def _fill_raw_sink(self, key: Tensor, frames: int) -> None:
-        """The keys of the sink as they came, before the chunk is counted in."""
-        assert self._storage is not None and self._raw_sink is not None
-        with torch.no_grad():
-            here, token = self._ring().fills(self._storage.counts, frames)
-            self._raw_sink.copy_(torch.where(here, key.index_select(2, token), self._raw_sink))
-
-    def _move_sink(self, raw: Tensor) -> None:
-        """The sink ends where the window begins."""
-        assert self._storage is not None
-        with torch.no_grad():
-            ring = self._ring()
-            ring.tokens(self._storage.k)[2].copy_(self._rotated(raw, ring.sink_start(self._storage.counts)))
-
-    def _ring(self) -> Ring:
-        assert self._storage is not None and self._geometry is not None
-        return ring_of(self._geometry, self._storage.k.device)
-
-    def _attend_recorded(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, dense: bool) -> Tensor:
+    def _attend_recorded(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, config: SSTAConfig, dense: bool) -> Tensor:
         """The same in the stateless form, which records a gradient."""
         held = self.contents()
         kv_layout = TokenLayout(held.segments + layout.segments)
         key, value = torch.cat([held.key, key], 2), torch.cat([held.value, value], 2)
-        config = self._spec_of(layout.video[0].t).config
         if dense:
             layout, kv_layout = (TokenLayout((DenseRun(of.length),)) for of in (layout, kv_layout))
             config = replace(config, density=None, compensation="none", compensation_parts=1, sampling_type=None)
         return attend(query, key, value, layout, config, kv_layout=kv_layout, scale=self.scale, impl=self.impl).out
 
-    def _fit(self, came: Kind, thw: tuple[int, int, int], keep: bool) -> None:
-        """That a chunk fits what is held; takes memory where there is none for such a chunk and nothing would be lost.
+    def _fit(self, came: Kind, thw: tuple[int, int, int], keep: bool) -> _Memory:
+        """The memory, which a chunk fits; takes it where there is none for such a chunk and nothing would be lost.
 
         Raises:
             ValueError: it does not fit.
         """
-        t, h, w = thw
-        have = self._geometry
+        (t, h, w), memory = thw, self._memory
         if t > self.window:
             raise ValueError(f"thw must have at most the window's {self.window} frames, got {t}")
-        if not self._kept or have is None:
+        if not self._kept or memory is None:
             if self._most is not None and t > self._most:
                 raise ValueError(f"thw must have at most the {self._most} frames of the cache's chunks, got {t}")
-            if have is None or (have.height, have.width) != (h, w) or t > have.chunk or came != self._kind:
-                self._allocate(came, self._geometry_of((self._most or t, h, w)))
-            return
+            if memory is None or memory.geometry.thw(t) != thw or t > memory.geometry.chunk or came != memory.kind:
+                return self._allocate(came, self._geometry_of((self._most or t, h, w)))
+            return memory
+        have = memory.geometry
         if (h, w) != (have.height, have.width):
             raise ValueError(f"thw must have frames of {(have.height, have.width)} tokens, as those that are held, got {(h, w)}; reset() "
                              "forgets these")
-        if came != self._kind:
+        if came != memory.kind:
             raise ValueError("query and key must be of the batch, heads, key heads, head_dim, dtype and device of what is held, "
-                             f"{self._kind and tuple(self._kind)}, got {tuple(came)}; reset() forgets it")
+                             f"{tuple(memory.kind)}, got {tuple(came)}; reset() forgets it")
         if t > have.chunk:
             raise ValueError(f"thw must have at most the {have.chunk} frames of the cache's chunks, got {t}; TileCache(chunk={t}) takes "
                              "shorter ones first")
         if keep and t != have.chunk:
             raise ValueError(f"thw must have the {have.chunk} frames of the cache's chunks where one is kept and not the first, got {t}")
+        return memory
 
     def _geometry_of(self, thw: tuple[int, int, int]) -> Geometry:
         """Where frames lie where the longest chunk is of ``thw`` tokens."""
         return Geometry.of(*thw, self.config.for_canvas(thw).tile_thw, self.window, self.sink, self.text)
 
-    @property
-    def _kind(self) -> Kind | None:
-        """Of what is held."""
-        if self._storage is None or self._spec is None:
-            return None
-        k = self._storage.k
-        return Kind(k.shape[0], self._spec.heads, k.shape[1], k.shape[3], k.dtype, k.device)
-
-    def _allocate(self, kind: Kind, geometry: Geometry) -> None:
+    def _allocate(self, kind: Kind, geometry: Geometry) -> _Memory:
         """Takes memory."""
         if compiling():
             raise ValueError("the cache must have its memory before a compiler sees it, got none for such tensors; cache.allocate(query, "
@@ -384,31 +403,7 @@ class TileCache:
         config = SSTAConfig(geometry.tile) if config.density == 1 else replace(config, tile_thw=geometry.tile)
         spec = LayerSpec(TokenLayout.video_text(thw), geometry.kv_layout, config, resolve_scale(self.scale, dim), dtype, device, heads,
                          kv_heads, dim, self.impl, True, False)
-        # A tensor made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False), torch.no_grad(), on_device(torch.empty(0, device=device)):
-            self._storage = None
-            self._storage = cached_layer(plan_of(geometry, spec), device).new(batch)
-            tokens = geometry.sink * geometry.frame
-            self._raw_sink = None if self.rotary is None or not tokens else self._storage.k.new_zeros(batch, kv_heads, tokens, dim)
-        self._geometry, self._spec, self._chunks = geometry, spec, {}
-
-    def _layer(self) -> CachedLayer:
-        assert self._storage is not None and self._geometry is not None and self._spec is not None
-        return cached_layer(plan_of(self._geometry, self._spec), self._storage.k.device)
-
-    def _spec_of(self, frames: int) -> LayerSpec:
-        """For a chunk of so many frames; a window is that of the longest."""
-        assert self._geometry is not None and self._spec is not None
-        spec, config = self._spec.of_thw(self._geometry.thw(frames)), self._spec.config
-        shorter = frames < self._geometry.chunk and config.selected_by == "ssta"
-        return spec._replace(config=replace(config, sparse_type="block_attn")) if shorter else spec
-
-    def _chunk(self, frames: int) -> Chunk:
-        """What calls for a chunk of so many frames need."""
-        found = self._chunks.get(frames)
-        if found is None:
-            assert self._storage is not None and self._geometry is not None and self._spec is not None
-            plan = plan_of(self._geometry, self._spec_of(frames))
-            with torch.inference_mode(False), torch.no_grad(), on_device(self._storage.k):
-                found = self._chunks[frames] = Chunk(plan, cached_layer(plan, self._storage.k.device).known(self._storage))
-        return found
+        # What was held is freed first.
+        self._memory = None
+        self._memory = _Memory(geometry, spec, batch, self.rotary is not None)
+        return self._memory

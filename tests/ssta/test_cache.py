@@ -45,8 +45,8 @@ def dense(q, keys, values, window, sink, frame):
 def stateless(cache, q, k, v, thw):
     """The same by ``ssta_attention`` over what the cache holds and the chunk."""
     held, layout = cache.contents(), TokenLayout.video_text(thw)
-    shorter = thw[0] < cache._geometry.chunk and cache.config.selected_by == "ssta"
-    config = replace(cache.config, tile_thw=cache._geometry.tile, **(dict(sparse_type="block_attn") if shorter else {}))
+    shorter = thw[0] < cache._memory.geometry.chunk and cache.config.selected_by == "ssta"
+    config = replace(cache.config, tile_thw=cache._memory.geometry.tile, **(dict(sparse_type="block_attn") if shorter else {}))
     return ssta_attention(q, torch.cat([held.key, k], 2), torch.cat([held.value, v], 2), layout, config,
                           kv_layout=TokenLayout(held.segments + layout.segments), impl=cache.impl)
 
@@ -204,7 +204,7 @@ def test_kernels_do_what_plain_torch_does():
         off, allowed = ((x - exact).norm() for x in (mine.attend(q, k, v, thw), plain.attend(*wide, thw)))
         assert abs(off - allowed) <= 0.15 * allowed
     # Dense or not, a call is one plan.
-    plans = mine._layer()._whole.kinds.values()
+    plans = mine._memory.layer._whole.kinds.values()
     assert len(plans) == 2 and all([isinstance(plan, Planned) for plan in plans])
 
 
@@ -241,10 +241,10 @@ def test_it_has_no_more_than_it_says():
     assert cache.frames == 0 and out.shape == q.shape
     plain = (12 + 3 + 3) * 512 * 2 * 64 * 2 * 2
     assert plain <= cache.nbytes <= 1.01 * plain
-    before = [x.data_ptr() for x in cache._storage.tensors]
+    before = [x.data_ptr() for x in cache._memory.storage.tensors]
     for _ in range(6):
         cache.attend(*chunk(3, (16, 32), 1, 2, 2, 64, torch.bfloat16))
-    assert before == [x.data_ptr() for x in cache._storage.tensors]
+    assert before == [x.data_ptr() for x in cache._memory.storage.tensors]
 
 
 def mistakes():
@@ -336,4 +336,4 @@ def test_on_a_gpu_a_graph_of_a_call_that_keeps_goes_on_as_the_window_moves(confi
         if number >= 3:
             graph.replay()
         assert all(torch.equal(x, y) for x, y in zip(out, expected)), number
-    assert all(torch.equal(x, y) for x, y in zip(plain._storage.counts, captured._storage.counts))
+    assert all(torch.equal(x, y) for x, y in zip(plain._memory.storage.counts, captured._memory.storage.counts))
