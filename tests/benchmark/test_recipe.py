@@ -33,7 +33,7 @@ def test_each_part_end_to_end(bench, tmp_path):
     assert float(rows["dense"]["error"]) == float(rows["dense"]["error_dense"]) == 0
     assert float(rows["stock"]["error"]) < 1e-5 and float(rows["dense, compiled"]["error"]) < 1e-5
     for what in ("default", "default, compiled", "default, 8 bits", "default, 8 bits, compiled", "fast, 8 bits, compiled"):
-        assert 0.01 < float(rows[what]["error"]) < 0.2
+        assert 0.003 < float(rows[what]["error"]) < 0.2, rows[what]["error"]
     assert float(rows["default, 8 bits"]["blocks_mib"]) < 0.5 * float(rows["default"]["blocks_mib"])
     assert rows["default, 8 bits"]["quantized"] == "int8" and rows["default, skipped"]["error"] == ""
     # One row measured again takes its own place, and the others stay.
@@ -50,7 +50,7 @@ def test_two_ranks_share_a_step(tmp_path):
     rows = read_rows(tmp_path / "recipe_mine.csv")
     # What surrounds the steps is not shared out.
     assert [(row["what"], row["ranks"]) for row in rows] == [("default", "2"), ("default, 8 bits", "2")]
-    assert all(float(row["step_s"]) > 0 and 0.01 < float(row["error"]) < 0.2 for row in rows)
+    assert all(float(row["step_s"]) > 0 and 0.003 < float(row["error"]) < 0.2 for row in rows), [row["error"] for row in rows]
 
 
 def test_wrong_compiled_attention_gets_no_time(bench, monkeypatch, capsys):
@@ -76,6 +76,15 @@ def test_what_takes_too_much_memory_is_named(bench, monkeypatch):
     whats = ["default", "VAE"]
     for row in (*bench.measure_model(*small(bench), whats), *bench.measure_around(*small(bench), whats)):
         assert row["note"] == "failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 64 GiB" and row["step_s"] == ""
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_random_weights_leave_no_head_without_an_estimate(bench, number):
+    shape = bench.MODELS_CPU[number]
+    model = shape.build("cpu", torch.float32)
+    with torch.no_grad(), bench.apply_ssta(model, schedule=bench.Schedule()) as handle:
+        model(**shape.call("cpu", torch.float32))
+        assert [run.without_estimate for run in handle.report()] == [(0, 2)] * shape.blocks
 
 
 def test_the_cache_computes_as_many_steps_as_are_counted(bench):
