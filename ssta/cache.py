@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .attention import attend
-from .cache_checks import Kind, check_text, checked_config
+from .cache_checks import Kind, check_state, check_text, checked_config
 from .cache_op import Chunk, attend_chunk, compiling, keep_chunk, recorded, recount
 from .cached_layer import CachedLayer, Storage, cached_layer, plan_of
 from .checks import require_device, require_function, require_triple
@@ -20,7 +20,7 @@ from .kernels.checks import autocast_inputs, require_bool, require_int, resolve_
 from .kernels.operators import on_device, refuse_forward_mode
 from .kernels.routing import require_impl
 from .ranks.cache import attend_between, own_heads
-from .ring import Counts, Geometry, Ring, ring_of
+from .ring import Geometry, Ring, ring_of
 from .sequence import DenseRun, TokenLayout, VideoGrid
 from .spec import LayerSpec
 
@@ -63,6 +63,14 @@ class _Memory:
             self.storage: Storage = self.layer.new(batch)
             self.raw_sink = self.storage.k.new_zeros(batch, spec.kv_heads, tokens, spec.head_dim) if rotary and tokens else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "storage": self.storage.tensors}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # A pickle does not know which tensors are parts of others.
+        self.storage = self.layer.storage(state["storage"])
+
     @property
     def kind(self) -> Kind:
         k = self.storage.k
@@ -99,6 +107,10 @@ class _Memory:
             storage.counts.text.fill_(key.shape[2])
             for chunk in self.chunks.values():
                 ring.count_text(chunk.known[0], key.shape[2])
+
+    def text(self) -> list[Tensor]:
+        """Room for text: keys, values, and how many tokens there are."""
+        return [*[self.ring.tokens(x)[3] for x in (self.storage.k, self.storage.v)], self.storage.counts.text]
 
 
 class TileCache:
@@ -315,23 +327,28 @@ class TileCache:
             device: where it goes; None = where the state's tensors are.
 
         Raises:
-            ValueError: it is of a cache with another window, sink, chunk or tile.
+            TypeError, ValueError: it is none, or of a cache with another window, sink, chunk or tile. Nothing is taken over then.
         """
+        check_state(state, self.rotary is not None and self.sink > 0)
         if not state:
             self.reset()
             return
         key, found = state["key"], Geometry(*state["geometry"])
         wanted = self._geometry_of((self._most or found.chunk, found.height, found.width))
-        if found != wanted or ("raw_sink" in state) != (self.rotary is not None and self.sink > 0):
-            raise ValueError(f"state must be of a cache with {wanted} and{' ' if self.rotary else ' without '}a rotary, got {found}")
+        if found != wanted:
+            raise ValueError(f"state must be of a cache with {wanted}, got {found}")
         device = key.device if device is None else require_device("device", device)
-        memory = self._allocate(Kind(key.shape[0], state["heads"], key.shape[1], key.shape[3], key.dtype, device), found)
+        memory = self._made(Kind(key.shape[0], state["heads"], key.shape[1], key.shape[3], key.dtype, device), found)
+        raw = {} if memory.raw_sink is None else {"raw_sink": memory.raw_sink}
+        room = {"key": memory.storage.k, "value": memory.storage.v, **raw, **memory.storage.counts._asdict()}
+        for name, own in room.items():
+            if not isinstance(x := state[name], Tensor) or x.shape != own.shape:
+                raise ValueError(f"state[{name!r}] must be a Tensor of shape {tuple(own.shape)}, got {getattr(x, 'shape', x)}")
         with torch.no_grad(), on_device(memory.storage.k):
-            for own, x in zip(memory.storage.tensors, (key, state["value"], *[state[name] for name in Counts._fields])):
-                own.copy_(x)
-            if memory.raw_sink is not None:
-                memory.raw_sink.copy_(state["raw_sink"])
+            for name, own in room.items():
+                own.copy_(state[name])
             memory.layer.describe_pages(memory.storage, memory.ring.order)
+        self._memory = memory
         self._first, self._kept = state["first"], state["number"]
 
     def __repr__(self) -> str:
@@ -371,7 +388,15 @@ class TileCache:
             if self._most is not None and t > self._most:
                 raise ValueError(f"thw must have at most the {self._most} frames of the cache's chunks, got {t}")
             if memory is None or memory.geometry.thw(t) != thw or t > memory.geometry.chunk or came != memory.kind:
-                return self._allocate(came, self._geometry_of((self._most or t, h, w)))
+                stays = memory is not None and memory.kind._replace(heads=came.heads) == came
+                text = [x.clone() for x in memory.text()] if memory is not None and stays else []
+                # What was held is freed first.
+                memory = self._memory = None
+                memory = self._made(came, self._geometry_of((self._most or t, h, w)))
+                with torch.inference_mode(False), torch.no_grad():
+                    for own, x in zip(memory.text(), text):
+                        own.copy_(x)
+                self._memory = memory
             return memory
         have = memory.geometry
         if (h, w) != (have.height, have.width):
@@ -391,8 +416,8 @@ class TileCache:
         """Where frames lie where the longest chunk is of ``thw`` tokens."""
         return Geometry.of(*thw, self.config.for_canvas(thw).tile_thw, self.window, self.sink, self.text)
 
-    def _allocate(self, kind: Kind, geometry: Geometry) -> _Memory:
-        """Takes memory."""
+    def _made(self, kind: Kind, geometry: Geometry) -> _Memory:
+        """Memory that holds nothing."""
         if compiling():
             raise ValueError("the cache must have its memory before a compiler sees it, got none for such tensors; cache.allocate(query, "
                              "key, thw) takes it")
@@ -403,7 +428,9 @@ class TileCache:
         config = SSTAConfig(geometry.tile) if config.density == 1 else replace(config, tile_thw=geometry.tile)
         spec = LayerSpec(TokenLayout.video_text(thw), geometry.kv_layout, config, resolve_scale(self.scale, dim), dtype, device, heads,
                          kv_heads, dim, self.impl, True, False)
-        # What was held is freed first.
-        self._memory = None
-        self._memory = _Memory(geometry, spec, batch, self.rotary is not None)
-        return self._memory
+        memory = _Memory(geometry, spec, batch, self.rotary is not None)
+        if memory.raw_sink is not None:
+            # What cannot move a sink says so before anything is stored.
+            with torch.no_grad():
+                self._rotated(memory.raw_sink, memory.storage.counts.kept[0])
+        return memory

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .config import SSTAConfig
+from .ring import Counts, Geometry
 
 
 class Kind(NamedTuple):
@@ -57,3 +59,20 @@ def check_text(text: tuple[Tensor, Tensor], key: Tensor, most: int) -> None:
         if came != wanted or x.shape[2] > most or x.shape != text[0].shape:
             raise ValueError(f"text must have keys and values of at most the cache's {most} tokens, and key's batch, heads, "
                              f"head_dim, dtype and device {wanted}, got shape {tuple(x.shape)}, {x.dtype} on {x.device}")
+
+
+def check_state(state: Mapping[str, Any], raw_sink: bool) -> None:
+    """That it has what ``TileCache.state_dict`` gives, which is nothing or all; ``raw_sink``: of a cache with a rotary and a sink.
+
+    Raises:
+        TypeError, ValueError: it has not.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be what state_dict() gave, got {type(state).__name__}")
+    names = {"key", "value", *Counts._fields, "geometry", "heads", "first", "number", *(["raw_sink"] if raw_sink else [])}
+    if state and state.keys() != names:
+        raise ValueError(f"state must have {sorted(names)}, with a raw_sink where a cache has a rotary and a sink, got "
+                         f"{sorted(map(str, state))}")
+    if state and (not isinstance(key := state["key"], Tensor) or key.dim() != 4 or len(state["geometry"]) != len(Geometry._fields)):
+        raise ValueError(f"state must have a key [B, Hkv, P, D] and a geometry of {len(Geometry._fields)} entries, got "
+                         f"{getattr(key, 'shape', type(key).__name__)} and {state['geometry']}")

@@ -1,5 +1,6 @@
 """Chunk after chunk through a cache: dense attention to sink, window and chunk where everything is selected, else the stateless form."""
 
+import pickle
 from copy import deepcopy
 from dataclasses import replace
 
@@ -121,6 +122,10 @@ def test_text_is_attended_to_until_other_text_comes():
             out = cache.attend(q, k, v, thw, keep=keep, text=new)
             attended = [torch.cat([of, frames, x], 2).repeat_interleave(2, 1) for of, frames, x in zip(text or (empty,) * 2, held, (k, v))]
             torch.testing.assert_close(out, scaled_dot_product_attention(q, *attended), atol=1e-14, rtol=0)
+    # Longer chunks take other memory, and the text along.
+    first, second = TileCache(cache.config, window=6, text=15), TileCache(cache.config, window=6, text=15)
+    first.attend(*chunk(1), keep=False, text=text)
+    assert torch.equal(first.attend(q, k, v, thw), second.attend(q, k, v, thw, text=text))
     for bad in (text[0], (text[0],), tuple(x[..., :4] for x in text), (torch.zeros(2, 2, 16, 8, dtype=torch.float64),) * 2):
         with pytest.raises((TypeError, ValueError), match="text must"):
             cache.attend(q, k, v, thw, text=bad)
@@ -159,6 +164,11 @@ def test_a_rotary_moves_the_sink_along_with_the_window():
         TileCache(EVERYTHING[2], window=window, sink=sink).load_state_dict(cache.state_dict())
     with pytest.raises(ValueError, match="rotary must return"):
         TileCache(window=6, rotary=lambda key, first: key[..., :1]).attend(*chunk(3))
+    # One that cannot turn the sink, which has two frames.
+    cache = TileCache(window=6, sink=2, rotary=lambda key, first: key[:, :, :60].clone().view(2, 2, 60, 8))
+    with pytest.raises(RuntimeError, match="invalid for input"):
+        cache.attend(*chunk(3))
+    assert cache.state_dict() == {}
 
 
 @pytest.mark.parametrize("config", [SOME[0], SOME[3]], ids=["linear", "density"])
@@ -169,13 +179,30 @@ def test_a_state_goes_to_another_cache(config):
     other = TileCache(config, window=7, sink=2).to("cpu")
     other.load_state_dict(deepcopy(cache.state_dict()))
     assert (other.frames, other.kept, other.nbytes) == (9, 12, cache.nbytes)
+    copies = deepcopy(cache), pickle.loads(pickle.dumps(cache))
     for keep in (False, True, False):
         q, k, v, thw = chunk(3)
-        torch.testing.assert_close(cache.attend(q, k, v, thw, keep=keep), other.attend(q, k, v, thw, keep=keep), atol=1e-14, rtol=0)
+        out = cache.attend(q, k, v, thw, keep=keep)
+        torch.testing.assert_close(out, other.attend(q, k, v, thw, keep=keep), atol=1e-14, rtol=0)
+        assert all([torch.equal(out, of.attend(q, k, v, thw, keep=keep)) for of in copies])
     with pytest.raises(ValueError, match="window=7.*window=6|window=6.*window=7"):
         TileCache(config, window=6, sink=2).load_state_dict(cache.state_dict())
     other.load_state_dict(TileCache(config, window=7, sink=2).state_dict())
     assert other.frames == 0
+
+
+@pytest.mark.parametrize("changed, message", [
+    (dict(value=None), r"state\['value'\] must be a Tensor of shape \(2, 2, 340, 8\), got None"), (dict(other=1), "got .*'other'"),
+    (dict(frames=torch.zeros(9, dtype=torch.int64)), r"state\['frames'\] must .*\(6,\), got .*9"), (dict(key=torch.zeros(3)), "key"),
+    (dict(geometry=(1, 2)), "geometry of 7 entries"), (None, "state must be what")])
+def test_a_state_that_does_not_fit_changes_nothing(changed, message):
+    cache = TileCache(SOME[0], window=7, sink=2)
+    cache.attend(*chunk(3))
+    state, before = cache.state_dict(), deepcopy(cache.state_dict())
+    with pytest.raises((TypeError, ValueError), match=message):
+        cache.load_state_dict(3 if changed is None else {**state, **changed})
+    for x, y in zip(before.values(), cache.state_dict().values()):
+        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
