@@ -41,18 +41,17 @@ def visible_keys(mask, lengths, block_size, heads, tokens, rows_of=1):
 
 
 @everywhere
-@pytest.mark.parametrize("function", [block_1d_gqa_sparse_attn_varlen_func, block_1d_gqa_sparse_attn_varlen_sim_func])
 @pytest.mark.parametrize("heads, kv_heads, block_size", [(4, 2, 8), (3, 3, 5)])
 @pytest.mark.slow
-def test_one_row_a_token(device, impl, function, heads, kv_heads, block_size):
+def test_one_row_a_token(device, impl, heads, kv_heads, block_size):
     # More tokens than the sequences take: the last ones belong to none.
     tokens, longest = sum(LENGTHS) + 3, max(LENGTHS)
     q, k, v = inputs(tokens, heads, kv_heads, 16, device, v_dim=32)
     mask = torch.rand(len(LENGTHS), kv_heads, longest, -(-longest // block_size)) < 0.5
     mask[:, :, 2] = False
     cu = packed(LENGTHS, device)
-    attend = partial(function, cu_seqlens_k=cu, cu_seqlens_q=cu, max_seqlen=longest, sm_scale=0.3, block_mask=mask.to(device),
-                     block_size=block_size, impl=impl)
+    attend = partial(block_1d_gqa_sparse_attn_varlen_func, cu_seqlens_k=cu, cu_seqlens_q=cu, max_seqlen=longest, sm_scale=0.3,
+                     block_mask=mask.to(device), block_size=block_size, impl=impl)
     visible = visible_keys(mask, LENGTHS, block_size, heads, tokens)
     assert_as_exact_as_torch(attend, q, k, v, visible.to(device), 0.3)
 

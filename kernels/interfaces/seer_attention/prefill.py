@@ -55,18 +55,9 @@ def block_1d_gqa_sparse_attn_varlen_func(
     return token_attention(q, k, v, lists, scale=sm_scale, impl=impl)[0]
 
 
-def block_1d_gqa_sparse_attn_varlen_sim_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_k: Tensor, cu_seqlens_q: Tensor, max_seqlen: int, sm_scale: float, block_mask: Tensor,
-    block_size: int = 64, *, impl: str = "auto",
-) -> Tensor:
-    """``block_1d_gqa_sparse_attn_varlen_func`` under upstream's second name; arguments and result are the same.
-
-    Upstream computes every block here and hides the others by adding -1e6. Differs from it on purpose: only selected blocks are computed;
-    a token without any gives 0, not nearly dense attention; block_mask ``[B, Hkv, ...]`` with Hq > Hkv works and has right gradients
-    besides the repeated heads, Hkv = Hq, that upstream needs.
-    """
-    return block_1d_gqa_sparse_attn_varlen_func(q, k, v, cu_seqlens_k, cu_seqlens_q, max_seqlen, sm_scale, block_mask, block_size,
-                                                impl=impl)
+# Upstream's second name, under which it computes every block and hides the others by adding -1e6. Here a token that selects none gives 0,
+# not nearly dense attention, and block_mask need not have a head for each of q's.
+block_1d_gqa_sparse_attn_varlen_sim_func = block_1d_gqa_sparse_attn_varlen_func
 
 
 def block_2d_sparse_attn_varlen_func(
