@@ -81,17 +81,6 @@ def _gather_kernel(q, k, v, source, offsets, q_out, k_out, v_out, q_means, k_mea
 
 
 @triton.jit
-def _gather_into_kernel(q, k, v, k_out, v_out, source, offsets, q_out, q_means, k_means,
-                        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-                        k_out_batch, k_out_head, k_out_row, v_out_batch, v_out_head, v_out_row, q_out_batch, q_out_head, q_out_row,
-                        q_heads, kv_heads, mean_blocks, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    _gather_kernel(q, k, v, source, offsets, q_out, k_out, v_out, q_means, k_means,
-                   q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-                   q_out_batch, q_out_head, q_out_row, k_out_batch, k_out_head, k_out_row, v_out_batch, v_out_head, v_out_row,
-                   q_heads, kv_heads, mean_blocks, ROWS, DIM, DIM_PAD)
-
-
-@triton.jit
 def _take_kernel(x, index, out, x_batch, x_head, x_row, out_batch, out_head, out_row, heads, tokens,
                  ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     head, first = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(0) // heads * ROWS
@@ -135,19 +124,19 @@ def one(x: Tensor, move: Move) -> tuple[Tensor, Tensor]:
 
 
 def _write_gather(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], mean_blocks: int) -> None:
-    (q, k, _, *given), (source, offsets) = xs, others
+    (q, k, v, *given), (source, offsets) = xs, others
     # Those that are not given.
-    outs = [plan.result_as(new_tokens(x, len(source))) for x in (xs[:1] if given else xs)]
+    outs = [plan.result_as(new_tokens(x, len(source))) for x in (q, k, v)[:3 - len(given)]] + given
     means = [plan.result(*x.shape[:2], mean_blocks, x.shape[3], dtype=torch.float32) for x in (q, k)]
     batch, heads, _, dim = q.shape
     kv_heads, blocks = k.shape[1], len(offsets) - 1
     if not batch * (heads + kv_heads) * blocks:
         return
-    strides = [stride for x in (*xs, *outs) for stride in x.stride()[:3]]
+    strides = [stride for x in (q, k, v, *outs) for stride in x.stride()[:3]]
     numbers = (*strides, heads, kv_heads, mean_blocks)
     # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
-    plan.launch(_launch_gather_into if given else _launch_gather, (plan.device, q.dtype, dim, numbers),
-                (blocks * (heads + 2 * kv_heads), batch, 1), (), (*xs, *others, *outs, *means), numbers, _constants(dim), OPTIONS)
+    plan.launch(_launch_gather, (plan.device, q.dtype, dim, numbers), (blocks * (heads + 2 * kv_heads), batch, 1), (),
+                (q, k, v, *others, *outs, *means), numbers, _constants(dim), OPTIONS)
 
 
 def _write_take(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor]) -> None:
@@ -170,5 +159,5 @@ def _constants(dim: int) -> dict[str, int]:
     return dict(ROWS=ROWS, DIM=dim, DIM_PAD=power_of_2(dim))
 
 
-_launch_gather, _launch_gather_into, _launch_take = map(QuickLaunch, (_gather_kernel, _gather_into_kernel, _take_kernel))
+_launch_gather, _launch_take = map(QuickLaunch, (_gather_kernel, _take_kernel))
 _gather, _take = Plans(_write_gather), Plans(_write_take)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..lowering.plans import Plan, Plans
-from ..lowering.primitives import ordered
+from ..lowering.primitives import load_rows, ordered, store_rows
 from ..lowering.quick_launch import QuickLaunch, power_of_2
 
 # Side of a square of scores, and the part of the descriptors that is multiplied at once.
@@ -24,9 +24,7 @@ PREPARE_WARPS = 16
 @triton.jit
 def _finite_rows(x, first, rows, COSINE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
     """Rows ``first`` to ``first + ROWS`` of x [rows, WIDTH], those not finite as zeros, with COSINE of length 1; and which are finite."""
-    row, column = first + tl.arange(0, ROWS), tl.arange(0, WIDTH_PAD)
-    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    x = tl.load(x + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+    x = load_rows(x, first, WIDTH, rows - first, ROWS, WIDTH, WIDTH_PAD, True)
     bad = (x != x) | (tl.abs(x) == float("inf"))
     finite = tl.max(bad.to(tl.int32), 1) == 0
     x = tl.where(finite[:, None], x, 0.0)
@@ -34,13 +32,6 @@ def _finite_rows(x, first, rows, COSINE: tl.constexpr, ROWS: tl.constexpr, WIDTH
         norm = tl.sqrt(tl.sum(x * x, 1))
         x = x / tl.where(norm == 0, 1.0, norm)[:, None]
     return x, finite
-
-
-@triton.jit
-def _store_rows(out, x, first, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
-    row, column = first + tl.arange(0, ROWS), tl.arange(0, WIDTH_PAD)
-    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    tl.store(out + row.to(tl.int64)[:, None] * WIDTH + column[None, :], x, mask=inside)
 
 
 @triton.jit
@@ -62,7 +53,7 @@ def _prepare_kernel(q, k, ready, q_lists, rows, columns, lambda_,
         q_out += place * rows * WIDTH
         for first in range(0, rows, ROWS):
             x, _ = _finite_rows(q, first, rows, COSINE, ROWS, WIDTH, WIDTH_PAD)
-            _store_rows(q_out, x, first, rows, ROWS, WIDTH, WIDTH_PAD)
+            store_rows(q_out, first, WIDTH, rows - first, x, ROWS, WIDTH, WIDTH_PAD)
         return
     place -= q_lists
     k += place * columns * WIDTH
@@ -71,7 +62,7 @@ def _prepare_kernel(q, k, ready, q_lists, rows, columns, lambda_,
     total = tl.zeros([WIDTH_PAD], tl.float32)
     for first in range(0, columns, ROWS):
         x, finite = _finite_rows(k, first, columns, COSINE, ROWS, WIDTH, WIDTH_PAD)
-        _store_rows(k_out, x, first, columns, ROWS, WIDTH, WIDTH_PAD)
+        store_rows(k_out, first, WIDTH, columns - first, x, ROWS, WIDTH, WIDTH_PAD)
         if COSINE:
             total += tl.sum(x, 0)
         else:
