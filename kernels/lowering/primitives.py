@@ -67,6 +67,13 @@ def load_rows(base, row, stride, size, ROWS: tl.constexpr, DIM: tl.constexpr, DI
 
 
 @triton.jit
+def gather_rows(base, rows, stride, kept, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """[N, DIM_PAD]: the given rows of a [tokens, DIM] matrix, zeros where not kept."""
+    dims = tl.arange(0, DIM_PAD)
+    return tl.load(base + rows[:, None] * stride + dims[None, :], mask=kept[:, None] & (dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
 def next_start(starts, i, following, AHEAD: tl.constexpr):
     """(where chunk i begins, and under AHEAD, given that as ``following``, where the one after it does, of the last one any number).
 

@@ -24,6 +24,7 @@ from ..lowering.primitives import (
     block_bounds,
     finish_softmax,
     finite_or_zero,
+    gather_rows,
     load_rows,
     of_head,
     own_rows,
@@ -72,13 +73,6 @@ def _slots(ids, kv_bounds, bound_at, first, count, items, N: tl.constexpr):
 
 
 @triton.jit
-def _gather_rows(base, rows, stride, there, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """The given rows of a [tokens, DIM] matrix as [N, DIM_PAD], zeros where there is none."""
-    dims = tl.arange(0, DIM_PAD)
-    return tl.load(base + rows.to(tl.int64)[:, None] * stride + dims[None, :], mask=there[:, None] & (dims < DIM)[None, :], other=0.0)
-
-
-@triton.jit
 def _forward_kernel(q, k, v, out, lse, lists, bounds, kv_bounds, limits, heads, group, shift, scale_log2, cap_scale, soft_cap,
                     PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
                     CAUSAL: tl.constexpr, CAPPED: tl.constexpr):
@@ -107,7 +101,7 @@ def _forward_kernel(q, k, v, out, lse, lists, bounds, kv_bounds, limits, heads, 
     row_sum = tl.zeros([M], tl.float32)
     for first in range(0, count * kv_bounds.length, N):
         entry, token, key, there = _slots(ids, kv_bounds, bound_at, first, count, lists.items, N)
-        keys = _gather_rows(k_head, key, k.row, there, DIM, DIM_PAD)
+        keys = gather_rows(k_head, key.to(tl.int64), k.row, there, DIM, DIM_PAD)
         scores = tl.dot(queries, tl.trans(keys))
         if CAPPED:
             scores = soft_cap * tanh(scores * cap_scale)
@@ -123,7 +117,7 @@ def _forward_kernel(q, k, v, out, lse, lists, bounds, kv_bounds, limits, heads, 
         scores = tl.where(visible, scores, float("-inf"))
         weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
         acc = acc * alpha[:, None]
-        values = _gather_rows(v_head, key, v.row, there, DIM, DIM_PAD)
+        values = gather_rows(v_head, key.to(tl.int64), v.row, there, DIM, DIM_PAD)
         if CAUSAL or limits.order is not None or limits.mask is not None:
             # A weight of zero times a NaN would be NaN: a value that is not finite reaches just the rows that see it.
             bad = ((values != values) | (tl.abs(values) == float("inf"))).to(values.dtype)
@@ -159,8 +153,8 @@ def _dq_kernel(q, k, v, dout, dq, lse2, delta, lists, bounds, kv_bounds, heads, 
     acc = tl.zeros([M, DIM_PAD], tl.float32)
     for first in range(0, count * kv_bounds.length, N):
         _, _, key, there = _slots(ids, kv_bounds, bound_at, first, count, lists.items, N)
-        keys = _gather_rows(k_head, key, k.row, there, DIM, DIM_PAD)
-        values = _gather_rows(v_head, key, v.row, there, DIM, DIM_PAD)
+        keys = gather_rows(k_head, key.to(tl.int64), k.row, there, DIM, DIM_PAD)
+        values = gather_rows(v_head, key.to(tl.int64), v.row, there, DIM, DIM_PAD)
         visible = there[None, :] & (in_tile >= 0)[:, None]
         if CAUSAL:
             visible = visible & (key[None, :] <= (row + in_tile)[:, None] + shift)

@@ -20,20 +20,13 @@ from ..tail import Blocks, by_kv_head
 from .config import LaunchConfig
 from .tail_config import launcher, strides
 from .tail_rows import part_shares
-from .tail_statistics import head_at, lower_tokens
+from .tail_statistics import block_rows, head_at, lower_tokens
 
 # Not measured, but what compiles for sm_80 and sm_90 without spilling more than 120 bytes, head_dim 128, and lets two programs share a
 # multiprocessor: 64 queries at once in the units' pass spill 750 bytes. Query rows by units in both.
 _ROWS, _UNITS, _UNITS_BEFORE_HOPPER = LaunchConfig(64, 64, 4, 2), LaunchConfig(32, 64, 4, 2), LaunchConfig(32, 64, 8, 2)
 # What any GPU takes: head_dims above 128, and float32, which is multiplied without tensor cores.
 _WIDE = LaunchConfig(32, 32, 8, 1)
-
-
-@triton.jit
-def _block_rows(offsets, block):
-    """(first row, rows) of a block."""
-    start = tl.load(offsets + block)
-    return start, tl.load(offsets + block + 1) - start
 
 
 @triton.jit
@@ -61,7 +54,7 @@ def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse
     """dO_E, dz_E and dq of some rows of a query block; and what the units' pass wants to know of them: c, and z in base 2."""
     block, before = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    start, length = _block_rows(offsets, block)
+    start, length = block_rows(offsets, block)
     row, rows = start + before, length - before
     if rows <= 0:
         return
@@ -141,7 +134,7 @@ def _tail_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, b
         bias_of = bias2 + (batch * kv_heads * group + head) * blocks * units
         for block in range(split * share, tl.minimum(split * share + share, blocks)):
             unit_bias = tl.load(bias_of + block * units + unit, mask=unit < units, other=float("-inf"))
-            start, length = _block_rows(offsets, block)
+            start, length = block_rows(offsets, block)
             for row in range(start, start + length, M):
                 rows = start + length - row
                 queries = load_rows(queries_of, row, q_row, rows, M, DIM, DIM_PAD, True)
@@ -165,7 +158,7 @@ def _tail_matrix_kernel(q, dout, dmatrix, exact_lse, tail_lse, offsets, q_batch,
     """C columns of a query block's dM."""
     block, column = tl.program_id(0), tl.program_id(2) * C
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    start, length = _block_rows(offsets, block)
+    start, length = block_rows(offsets, block)
     queries_of, do_of = head_at(q, batch, head, q_batch, q_head), head_at(dout, batch, head, dout_batch, dout_head) + column
     before = (batch * heads + head) * tokens
     place = tl.arange(0, M)
@@ -191,7 +184,7 @@ def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovaria
     """C columns of dk and dv of a unit's tokens, which stand at ``order`` where that is given; 0 where nothing is estimated of the unit."""
     unit, column = tl.program_id(0), tl.program_id(2) * C
     kv_head, batch = tl.program_id(1) % kv_heads, (tl.program_id(1) // kv_heads).to(tl.int64)
-    start, length = _block_rows(offsets, unit // PARTS)
+    start, length = block_rows(offsets, unit // PARTS)
     of_unit = tl.program_id(1).to(tl.int64) * units + unit
     first, last = 0, length
     if PARTS == 2:

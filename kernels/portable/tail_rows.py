@@ -14,17 +14,10 @@ from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, sampled
 from ..lowering.quick_launch import power_of_2
 from .config import LaunchConfig
 from .tail_config import launcher, strides, tail_config
-from .tail_statistics import head_at
+from .tail_statistics import block_rows, head_at
 
 # Units, and ids of a list, that a program of the bias and error kernels takes at once.
 WIDTH = 512
-
-
-@triton.jit
-def _list(counts, indices, batch, head, block, lists_batch, lists_head, lists_group, capacity):
-    """(pointer to a block's list, entries)"""
-    row = batch * lists_batch + tl.cast(head // lists_group, tl.int64) * lists_head + block
-    return indices + row * capacity, tl.minimum(tl.load(counts + row), capacity)
 
 
 @triton.jit
@@ -47,10 +40,11 @@ def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, 
         tl.store(bias + unit, value * (1 / LN2), mask=unit < units)
     # Other threads wrote what is written over.
     tl.debug_barrier()
-    listed, count = _list(counts, indices, batch, head, block, lists_batch, lists_head, lists_group, capacity)
+    list_row = batch * lists_batch + tl.cast(head // lists_group, tl.int64) * lists_head + block
+    count = tl.minimum(tl.load(counts + list_row), capacity)
     for start in range(0, count, WIDTH):
         place = start + tl.arange(0, WIDTH)
-        item = tl.load(listed + place, mask=place < count, other=-1)
+        item = tl.load(indices + list_row * capacity + place, mask=place < count, other=-1)
         for part in tl.static_range(PARTS):
             known = (item >= 0) & (item < units // PARTS)
             tl.store(bias + item * PARTS + part, tl.full([WIDTH], float("-inf"), tl.float32), mask=known)
@@ -92,19 +86,6 @@ def _score_kernel(mass, half_variance, log_count, scores, heads, group, blocks, 
             score += weight * tl.load(half_variance + row * units + unit, mask=inside, other=0.0).to(tl.float32)
             tokens += tl.exp(tl.load(log_count + unit, mask=inside, other=0.0))
         tl.store(scores + row * kv_blocks + item, tl.where(tokens > 0.0, score / tokens, float("-inf")), mask=inside)
-
-
-@triton.jit
-def _block_rows(offsets, block, before):
-    """(a block's row ``before`` rows behind its first, rows from there to its end, rows of the block)"""
-    first = tl.load(offsets + block)
-    size = tl.load(offsets + block + 1) - first
-    return first + before, size - before, size
-
-
-@triton.jit
-def _logits(a, b, bias, scale_log2):
-    return tl.dot(a, tl.trans(b), input_precision="ieee") * scale_log2 + bias
 
 
 @triton.jit
@@ -194,7 +175,8 @@ def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, s
                     M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     block, before = tl.program_id(0) // TILES, tl.program_id(0) % TILES * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    row, rows, size = _block_rows(offsets, block, before)
+    first, size = block_rows(offsets, block)
+    row, rows = first + before, size - before
     at = batch * heads + head
     share += (at * blocks + block) * TILES + before // M
     if rows <= 0:
@@ -219,7 +201,7 @@ def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, s
     for start in range(0, units, N):
         keys = load_rows(k_mean + means, start, DIM, units - start, N, DIM, DIM_PAD, True)
         more = tl.load(bias + start + columns, mask=start + columns < units, other=float("-inf"))
-        scores = _logits(queries, keys, more[None, :], scale_log2)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2 + more[None, :]
         weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
         values = load_rows(v_mean + means, start, DIM, units - start, N, DIM, DIM_PAD, True)
         acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")

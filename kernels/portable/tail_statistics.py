@@ -32,6 +32,13 @@ def own_block(heads):
 
 
 @triton.jit
+def block_rows(offsets, block):
+    """(first row, rows) of a block."""
+    first = tl.load(offsets + block)
+    return first, tl.load(offsets + block + 1) - first
+
+
+@triton.jit
 def lower_tokens(log_count, block):
     """How many tokens the first of a block's two units has, where it is estimated. log_count: of a head."""
     return (tl.exp(tl.load(log_count + 2 * block)) + 0.5).to(tl.int32)
@@ -40,11 +47,9 @@ def lower_tokens(log_count, block):
 @triton.jit
 def unit_rows(offsets, log_count, unit, PARTS: tl.constexpr):
     """(first place, places) of a unit, where it is estimated. log_count: of a head."""
-    block = unit // PARTS
-    first = tl.load(offsets + block)
-    size = tl.load(offsets + block + 1) - first
+    first, size = block_rows(offsets, unit // PARTS)
     if PARTS == 2:
-        lower = lower_tokens(log_count, block)
+        lower = lower_tokens(log_count, unit // 2)
         upper = unit % 2 == 1
         first += tl.where(upper, lower, 0)
         size = tl.where(upper, size - lower, lower)
@@ -71,13 +76,6 @@ def load_tokens(x, order, place, tokens, stride, size, column, ROWS: tl.constexp
     else:
         pointers = x + (tokens.to(tl.int64)[:, None] * stride + dims[None, :])
     return tl.load(pointers, mask=(rows < size)[:, None] & (dims < DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def _store_columns(out, x, column, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    rows, columns = tl.arange(0, DIM_PAD), column + tl.arange(0, COLS)
-    inside = (rows < DIM)[:, None] & (columns < DIM)[None, :]
-    tl.store(out + rows[:, None] * DIM + columns[None, :], x.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -260,7 +258,9 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
         # Where there is no token, left is 0.
         right = (right.to(tl.float32) - value[None, :]).to(right.dtype)
         acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
-    _store_columns(out + at * DIM * DIM, acc * (1.0 / tl.maximum(size, 1)), column, COLS, DIM, DIM_PAD)
+    acc *= 1.0 / tl.maximum(size, 1)
+    inside = (dims < DIM)[:, None] & (columns < DIM)[None, :]
+    tl.store(out + at * DIM * DIM + dims[:, None] * DIM + columns[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 _launch_keys, _launch_queries, _launch_covariances = map(launcher, (_keys_kernel, _queries_kernel, _covariances_kernel))

@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
-from ..lowering.primitives import LOG2E, finite_or_zero, load_rows, lse_in_base_2, store_rows
+from ..lowering.primitives import LOG2E, finite_or_zero, gather_rows, load_rows, lse_in_base_2, store_rows
 from ..lowering.quick_launch import FUSED
 from ..token_lists import KeyLists, TokenLists
 from .config import token_config, token_dkv_config
-from .token_forward import gather_rows, key_tiles, list_parts, listed_block, listed_keys, load_tile
+from .token_forward import key_tiles, list_parts, listed_block, listed_keys, load_tile
 
 # Pieces that the lists of all key blocks together are split into, on top of one for each list. Twice as many blocks of dK and of dV are
 # allocated in float32: 128 MiB for blocks of 64 tokens at head_dim 128.

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import device_limits, multiprocessors
 from ..lowering.inputs import tma_ok
-from ..lowering.primitives import LOG2E, finish_softmax, load_rows, merged_lse, part_weights, softmax_step
+from ..lowering.primitives import LOG2E, finish_softmax, gather_rows, load_rows, merged_lse, part_weights, softmax_step
 from ..lowering.quick_launch import FUSED
 from ..token_lists import PaddedCache, TokenLists
 from .config import token_config, token_splits
@@ -66,13 +66,6 @@ def listed_keys(ids, front, back, capacity, origin, low, high, step, N: tl.const
     known = (block >= 0) & (block < tl.cdiv(high, BLOCK))
     key = tl.where(known, block, 0) * BLOCK + lane % BLOCK
     return (origin + key).to(tl.int64), known & (key >= low) & (key < high)
-
-
-@triton.jit
-def gather_rows(base, rows, stride, kept, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """[N, DIM_PAD]: the given rows of a [tokens, DIM] matrix, zeros where not kept."""
-    dims = tl.arange(0, DIM_PAD)
-    return tl.load(base + rows[:, None] * stride + dims[None, :], mask=kept[:, None] & (dims < DIM)[None, :], other=0.0)
 
 
 @triton.jit
