@@ -7,8 +7,7 @@ if __name__ != "kernels":
     from .backend import Backend, choose_backend, take_tokens
     from .blocks import BlockLists
     from .merge import merge_attention
-    from .prologue.deferred import Deferred
-    from .prologue.projection import Projection, RMSNorm
+    from .prologue.projection import Deferred, Projection, RMSNorm
     from .routing import PatternFacts, Route, choose_route
 
     __all__ = ["Backend", "BlockLists", "Deferred", "PatternFacts", "Projection", "RMSNorm", "Route", "block_sparse_attention",

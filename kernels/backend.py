@@ -81,7 +81,7 @@ ROWS = (
     Row("triton", dict(
         gather="prologue.reorder_kernel:gather", gather_one="prologue.reorder_kernel:one",
         gather_into="prologue.reorder_kernel:gather_into", take="prologue.reorder_kernel:take",
-        score="prologue.select_kernel:score", select="prologue.select_kernel:select", valid_lengths="prologue.lengths_kernel:valid_lengths",
+        score="prologue.select_kernel:score", select="prologue.select_kernel:select", valid_lengths="prologue.select_kernel:valid_lengths",
         key_statistics="portable.tail:key_statistics", estimate="portable.tail:estimate", error_scores="portable.tail:scores",
         combine="portable.tail_combine:combine", combine_backward="portable.tail_combine:combine_backward",
         room_for_statistics="portable.held:room_for_statistics", write_statistics="portable.held:write_statistics",

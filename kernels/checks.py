@@ -64,6 +64,13 @@ def require_integers(name: str, x: Tensor | None) -> Tensor:
     return x
 
 
+def require_values(name: str, x: Tensor) -> Tensor:
+    """``x``, a tensor that holds values."""
+    if x.is_meta:
+        raise ValueError(f"{name} must hold values, got a meta tensor")
+    return x
+
+
 def resolve_scale(scale: float | None, head_dim: int) -> float:
     """The factor on the scores that ``scale`` stands for: 1 / sqrt(head_dim) for None."""
     if head_dim < 1:

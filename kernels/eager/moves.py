@@ -9,7 +9,7 @@ from torch import Tensor
 from ..moves import Move
 
 if TYPE_CHECKING:
-    from ..prologue.deferred import Deferred
+    from ..prologue.projection import Deferred
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..attention import block_sparse_attention
 from ..blocks import BlockLists
-from ..checks import INTEGERS, require_int, require_mask
-from .arguments import require_values
+from ..checks import INTEGERS, require_int, require_mask, require_values
 
 
 def flex_block_attn_func(q: Tensor, k: Tensor, v: Tensor, q_block_size: int, kv_block_size: int, block_mask: Tensor) -> Tensor:

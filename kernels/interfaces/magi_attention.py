@@ -10,7 +10,7 @@ from ..attention import block_sparse_attention
 from ..blocks import BlockLists
 from ..checks import DTYPES, INTEGERS, check_tensor, require_int
 from ..routing import SHORTEST_TILE
-from .arguments import ENOUGH_ROWS, pack_heads, require_groups, unpack_heads
+from .packed import ENOUGH_ROWS, pack_heads, require_groups, unpack_heads
 
 
 @dataclass(frozen=True)

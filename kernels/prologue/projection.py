@@ -1,10 +1,13 @@
-"""q, k or v as a projection leaves them, and what is still to be done to them."""
+"""q, k or v as projections leave them, and what is still to be done: RMS norm, rotary embedding, streams joined, order of blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
+
+from ..moves import new_tokens
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,85 @@ class Projection:
             cos, sin = (of[:, heads if of.shape[1] > 1 else slice(None), tokens] for of in angles)
             angles = cos, sin
         return Projection(self.x[:, heads, tokens], norm, angles)
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """q, k or v as a sequence of projections. Stands for the tensor ``[B, H, S, D]`` that ``materialize`` makes of it, and has no gradient.
+
+    Args:
+        projections: at least one, alike in all but their number of tokens.
+    """
+
+    projections: tuple[Projection, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        batch, heads, _, dim = self._first.shape
+        return torch.Size((batch, heads, sum(self.lengths), dim))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each projection."""
+        return [projection.x.shape[2] for projection in self.projections]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._first.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._first.device
+
+    def materialize(self) -> Tensor:
+        """``[B, H, S, D]`` in the projections' memory order."""
+        if self.ready is not None:
+            return self.ready
+        out = new_tokens(self._first, self.shape[2])
+        self.write(out)
+        return out
+
+    @property
+    def ready(self) -> Tensor | None:
+        """The tensor, where nothing needs to be done to have it."""
+        only = self.projections[0]
+        return only.x if len(self.projections) == 1 and only.norm is None and only.angles is None else None
+
+    def write(self, out: Tensor) -> None:
+        """Writes the tensor to ``out``, ``[B, H, S, D]`` or ``[B, G, H / G, S, D]``, of any strides but the last, which is 1."""
+        from .norm_rope_kernel import materialize
+
+        first = 0
+        for projection, length in zip(self.projections, self.lengths):
+            materialize(projection, out.narrow(-2, first, length))
+            first += length
+
+    def part(self, first: int, tokens: int, heads: slice = slice(None)) -> Deferred:
+        """Of ``tokens`` tokens from ``first`` on, and of some heads."""
+        parts, start = [], 0
+        for projection, length in zip(self.projections, self.lengths):
+            begin, end = max(first - start, 0), min(first + tokens - start, length)
+            if begin < end:
+                parts.append(projection.part(slice(begin, end), heads))
+            start += length
+        return Deferred(tuple(parts))
+
+    def gather_blocks(self, source: Tensor, offsets: Tensor, mean_blocks: int) -> tuple[Tensor, Tensor]:
+        """The same in the order of blocks, and the means of the first ``mean_blocks`` blocks; as ``Backend.gather``.
+
+        A block's tokens must all come from one projection, and its first place must not be zeros.
+        """
+        from .norm_rope_kernel import materialize
+
+        batch, heads, _, dim = self.shape
+        out = new_tokens(self._first, len(source))
+        means = self._first.new_empty(batch, heads, mean_blocks, dim, dtype=torch.float32)
+        first = 0
+        for projection, length in zip(self.projections, self.lengths):
+            materialize(projection, out, (source, offsets, means, first))
+            first += length
+        return out, means
+
+    @property
+    def _first(self) -> Tensor:
+        return self.projections[0].x

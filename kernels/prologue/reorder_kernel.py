@@ -13,7 +13,7 @@ from torch import Tensor
 from ..lowering.plans import Plan, Plans
 from ..lowering.quick_launch import QuickLaunch, power_of_2
 from ..moves import Move, new_tokens
-from .deferred import Deferred
+from .projection import Deferred
 
 # Rows that a program moves at once, and its warps. On an H200 16 to 64 rows with 4 or 8 warps all run at 3.6 to 3.7 TB/s.
 ROWS = 32

@@ -1,4 +1,4 @@
-"""Portable selection kernels: scores of blocks by their descriptors, and lists of the best-scored blocks and of those forced."""
+"""Portable selection kernels: scores of blocks by their descriptors, lists of the best-scored blocks and of those forced, valid lengths."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ PART = 32
 # Descriptor entries that the preparing kernel holds at once, 32 a thread. One program takes all blocks of a head, so it must be wide.
 HELD = 16384
 PREPARE_WARPS = 16
+# Tokens of which a program counts at once how many are valid.
+SEGMENT = 1024
 
 
 @triton.jit
@@ -145,6 +147,18 @@ def _select_kernel(scores, active, k_per_row, forced, counts, indices, k_all, he
     tl.store(counts + line, tl.sum(kept, 0))
 
 
+@triton.jit(do_not_specialize=("mask_batch", "mask_token", "blocks", "least"))
+def _lengths_kernel(valid, runs, before, lengths, out, mask_batch, mask_token, blocks, least, SEGMENT: tl.constexpr):
+    block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, last = tl.load(runs + block), tl.load(runs + blocks + block)
+    count = tl.zeros([SEGMENT], tl.int32)
+    for start in range(first, last, SEGMENT):
+        token = start + tl.arange(0, SEGMENT)
+        count += (tl.load(valid + batch * mask_batch + token.to(tl.int64) * mask_token, mask=token < last, other=0) != 0).to(tl.int32)
+    left = tl.maximum(tl.maximum(tl.sum(count, 0), least) - tl.load(before + block), 0)
+    tl.store(out + batch * blocks + block, tl.minimum(left, tl.load(lengths + block)))
+
+
 def score(q_means: Tensor, k_means: Tensor, lambda_: float | None) -> Tensor:
     """See ``Backend.score``."""
     return _score((), (q_means.contiguous(), k_means.contiguous()), lambda_)[0]
@@ -156,6 +170,11 @@ def select(forced: Tensor, scores: Tensor | None, k_per_row: int | Tensor, activ
     given = [None if x is None else x.contiguous() for x in (scores, active, per_row)]
     counts, indices = _select(given, (forced,), k_all, beyond)
     return counts, indices
+
+
+def valid_lengths(valid: Tensor, runs: Tensor, before: Tensor, lengths: Tensor, least: int) -> Tensor:
+    """See ``Backend.valid_lengths``."""
+    return _lengths((valid,), (runs, before, lengths), least)[0]
 
 
 def _write_score(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], lambda_: float | None) -> None:
@@ -195,5 +214,15 @@ def _write_select(plan: Plan, xs: Sequence[Tensor | None], others: Sequence[Tens
                 dict(num_warps=min(16, max(2, width // 512))))
 
 
-_launch_prepare, _launch_score, _launch_select = map(QuickLaunch, (_prepare_kernel, _score_kernel, _select_kernel))
-_score, _select = Plans(_write_score), Plans(_write_select)
+def _write_lengths(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], least: int) -> None:
+    (valid,), lengths = xs, others[2]
+    out = plan.result(len(valid), 1, len(lengths), dtype=lengths.dtype)
+    if out.numel():
+        batch, _, blocks = out.shape
+        plan.launch(_launch_lengths, (plan.device,), (blocks, batch, 1), (), (valid, *others, out), (*valid.stride(), blocks, least),
+                    dict(SEGMENT=SEGMENT), {})
+
+
+_launch_prepare, _launch_score, _launch_select, _launch_lengths = map(
+    QuickLaunch, (_prepare_kernel, _score_kernel, _select_kernel, _lengths_kernel))
+_score, _select, _lengths = Plans(_write_score), Plans(_write_select), Plans(_write_lengths)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...attention import block_sparse_attention
 from ...blocks import BlockLists
-from ...checks import DTYPES, check_tensor, require_bool, require_int, require_integers, require_mask, resolve_scale
+from ...checks import DTYPES, check_tensor, require_bool, require_int, require_integers, require_mask, require_values, resolve_scale
 from ...routing import KERNEL_DTYPES
-from ..arguments import ENOUGH_ROWS, pack_heads, require_groups, require_values, unpack_heads
+from ..packed import ENOUGH_ROWS, pack_heads, require_groups, unpack_heads
 from ..within_blocks import attention_within_blocks, listed_keys
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -106,9 +106,9 @@ def parallel_nsa_topk(
         lse = parallel_nsa_compression(q, k, k, TK, block_size, scale, cu_seqlens, impl=impl)[1]
     check_tensor("lse", lse, (torch.float32, torch.float64), q.shape[:3], "[B, T, HQ]", q.device)
     if kernel:
-        from ...portable.importance import importance
+        from ...portable.probabilities import importance
     else:
-        from ...eager.importance import importance
+        from ...eager.probabilities import importance
     _, origin, position = _places(packed, block_size)
     chosen = torch.full((*q.shape[:2], k.shape[2], block_counts), -1, dtype=torch.int32, device=q.device)
     at_once = max(1, CHOICE_ELEMENTS // max((k if kernel else q).shape[2] * k.shape[1], 1))

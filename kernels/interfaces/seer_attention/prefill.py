@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ...attention import block_sparse_attention
-from ...checks import INTEGERS, check_tensor, check_token_inputs, require_int, resolve_scale
+from ...checks import INTEGERS, check_tensor, check_token_inputs, require_int, require_values, resolve_scale
 from ...routing import choose_token_impl
 from ...token_attention import token_attention
 from ...token_lists import Packed, lists_from_mask
-from ..arguments import require_values
 from ..packed import Cut, packed_blocks
 
 
@@ -126,13 +125,13 @@ def attn_pooling(
     max_seqlen, block_size = require_int("max_seqlen", max_seqlen, 1), require_int("block_size", block_size, 1)
     scale, impl = resolve_scale(sm_scale, q.shape[-1]), choose_token_impl(impl, q.device, q.dtype, q.shape[-1])
     if impl == "triton":
-        from ...portable.pooling import LARGEST_BLOCK
-        from ...portable.pooling import triton_pooling as pool
+        from ...portable.probabilities import LARGEST_BLOCK
+        from ...portable.probabilities import triton_pooling as pool
 
         if block_size > LARGEST_BLOCK:
             raise ValueError(f"block_size must be at most {LARGEST_BLOCK} with impl='triton', got {block_size}")
     else:
-        from ...eager.pooling import torch_pooling as pool
+        from ...eager.probabilities import torch_pooling as pool
     bounds = require_values("cu_seqlens", cu_seqlens).tolist()
     lengths = [end - start for start, end in zip(bounds, bounds[1:])]
     if not lengths or bounds[0] < 0 or min(lengths) < 0 or bounds[-1] > min(q.shape[0], k.shape[0]):

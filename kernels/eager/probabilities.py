@@ -1,4 +1,4 @@
-"""Block maxima of causal attention probabilities in plain torch, for one sequence."""
+"""What interfaces ask of attention's probabilities, in plain torch: a token's by key, summed over heads, and the maxima of blocks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from torch import Tensor
 from .steps import GATHER_ELEMENTS, compute_dtype
 
 
+def importance(q: Tensor, k: Tensor, lse: Tensor, firsts: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """As in portable/probabilities.py, for any floating-point inputs. ``firsts`` and ``seen`` are not needed: all rows are computed."""
+    group = q.shape[1] // k.shape[1]
+    queries = (q.float() * scale).unflatten(1, (-1, group)).permute(1, 0, 2, 3).flatten(1, 2)
+    row_lse = lse.unflatten(1, (-1, group)).transpose(0, 1).flatten(1)[..., None]
+    return torch.baddbmm(-row_lse, queries, k.permute(1, 2, 0).float()).exp_().unflatten(1, (-1, group)).sum(2)
+
+
 def torch_pooling(q: Tensor, k: Tensor, scale: float, block_size: int, by_block: Tensor) -> Tensor:
-    """Per token [Hq, L, ceil(L / block_size)] in q's dtype, of q [L, Hq, D] and k [L, Hkv, D]; ``by_block`` [Hq, N, N] takes the maxima
-    per query block."""
+    """Maxima of blocks per token, [Hq, L, ceil(L / block_size)] in q's dtype, of q [L, Hq, D] and k [L, Hkv, D] of one sequence;
+    ``by_block`` [Hq, N, N] takes those per query block."""
     length, heads, _ = q.shape
     number = -(-length // block_size)
     keys = k.to(compute_dtype(q)).transpose(0, 1).repeat_interleave(heads // k.shape[1], 0)
