@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BlockLists
-from ..lowering.arguments import Lists
-from ..lowering.chunks import Partition, kv_partition, q_partition, shared_strides
+from ..lowering.chunks import Partition, block_lists, kv_partition, q_partition
 from ..lowering.inputs import loadable, strided
 from ..lowering.primitives import block_bounds, row_of_lists
 from ..lowering.quick_launch import FUSED, power_of_2
@@ -112,8 +111,7 @@ def slot_lists(blocks: BlockLists, q: Tensor, k: Tensor, slot: int) -> SlotLists
     counts = torch.empty(batch, heads, rows.number, dtype=torch.int32, device=q.device)
     indices = torch.empty(batch, heads, rows.number, width, dtype=torch.int32, device=q.device)
     sizes = torch.empty(items.number, dtype=torch.int32, device=q.device)
-    listed = blocks.counts.contiguous(), blocks.indices.contiguous()
-    lists = Lists(*listed, *shared_strides(blocks.counts, heads), blocks.capacity, items.blocks.number)
+    lists = block_lists(blocks.counts, blocks.indices, heads, items.blocks.number)
     _lists_kernel[(max(rows.blocks.number, items.blocks.number), heads, batch)](
         lists, rows.blocks.bounds(heads), items.blocks.bounds(1), counts, indices, sizes, rows.blocks.number, rows.number, items.number,
         rows.parts, items.parts, width, SLOT=slot, SEGMENT=SEGMENT, **FUSED)

@@ -244,6 +244,11 @@ def chunk_lists(listed: Listed, heads: int, chunk: int, causal_shift: int | None
     return ChunkLists(starts, sizes, full, partial, *shared_strides(full, heads), starts.shape[3])
 
 
+def block_lists(counts: Tensor, indices: Tensor, heads: int, items: int) -> Lists:
+    """As a kernel of ``heads`` heads takes lists, in which the first ``items`` ids count."""
+    return Lists(counts.contiguous(), indices.contiguous(), *shared_strides(counts, heads), indices.shape[3], items)
+
+
 def work_queue(plan: Plan, listed: Listed, chunk: int, causal_shift: int | None = None, pieces: int = 1) -> Tensor:
     """The result of ``chunk_lists`` for query rows in one tensor, together with the order in which to take the rows: for each
     (batch, head) the longest list first.

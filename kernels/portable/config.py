@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ..device import DeviceLimits
 from ..lowering.quick_launch import FUSED
@@ -30,47 +29,38 @@ class LaunchConfig:
 # Times below: one H200, Triton 3.6, bfloat16, head_dim 128, 16 heads, 46,080 tokens in blocks of 384, 48 of 120 kept, interleaved runs.
 # Through TMA no registers hold addresses, and small programs, of which two fit on a multiprocessor, win.
 
-
-class _Row(NamedTuple):
-    """A kernel's configurations on one kind of GPU, by head_dim: up to 64, 128 and 256."""
-
-    narrow: LaunchConfig
-    usual: LaunchConfig
-    wide: LaunchConfig
-
-
-# There is a row for each kind of GPU. "asynchronous" was measured on an H200. Nobody has measured the other three: "large", 163 KB of
-# shared memory (A100); "small", 99 KB (RTX 30 and 40, L40S); "tma", 99 KB and TMA (RTX 50). They are what the compiler makes best: no
-# registers spilled in the loop over full chunks, two copies of a streamed tile, little multiplied twice (as eight warps on 64 rows do), and
-# otherwise as large as fits. FlexAttention's table and FlashAttention-2's launches are close to them. benchmark/tune.py --save measures on
-# the GPU at hand, and what it writes is taken instead.
+# By kernel and kind of GPU, and by head_dim: up to 64, 128 and 256. "asynchronous" was measured on an H200. Nobody has measured the other
+# three: "large", 163 KB of shared memory (A100); "small", 99 KB (RTX 30 and 40, L40S); "tma", 99 KB and TMA (RTX 50). They are what the
+# compiler makes best: no registers spilled in the loop over full chunks, two copies of a streamed tile, little multiplied twice (as eight
+# warps on 64 rows do), and otherwise as large as fits. FlexAttention's table and FlashAttention-2's launches are close to them.
+# benchmark/tune.py --save measures on the GPU at hand, and what it writes is taken instead.
 _TABLE = {
     # Asynchronous: at 128, 128 x 64 with 4 warps takes 12.9 ms in two stages and 13.9 in three, 64 x 64 15.1, 128 x 128 with 8 warps 16.2.
     # With 23,040 tokens: at 64, three stages take 1.69 ms, two 1.87; at 256, where 4 warps spill, 4 take 23.6, 8 take 5.2, 128 x 32 in
     # three stages 6.2, 64 x 64 11.6.
     "forward": dict(
-        asynchronous=_Row(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 4, 2), LaunchConfig(128, 64, 8, 2)),
-        large=_Row(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 8, 3), LaunchConfig(128, 32, 8, 3)),
-        small=_Row(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(32, 32, 4, 3)),
-        tma=_Row(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 8, 3), LaunchConfig(32, 32, 4, 3)),
+        asynchronous=(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 4, 2), LaunchConfig(128, 64, 8, 2)),
+        large=(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 8, 3), LaunchConfig(128, 32, 8, 3)),
+        small=(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(32, 32, 4, 3)),
+        tma=(LaunchConfig(128, 64, 4, 3), LaunchConfig(128, 64, 8, 3), LaunchConfig(32, 32, 4, 3)),
     ),
     # dQ holds q and dO and streams K and V. At 128, 64 x 64 with 4 warps is 3.7 ms less than 128 x 128 with 8 warps; two stages, of which
     # there are two copies, since chunks' numbers are read ahead, and three no longer leave room for a second program: 1.07 times as long.
     # At 256, of 23,040 tokens, the backward takes 30.0 ms, with 64 x 64 for dQ 37.8, with 4 warps for all 55.5.
     "dq": dict(
-        asynchronous=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(64, 64, 4, 2), LaunchConfig(128, 32, 8, 2)),
-        large=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(64, 32, 4, 3)),
-        small=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(32, 32, 4, 3)),
-        tma=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(32, 32, 4, 3)),
+        asynchronous=(LaunchConfig(64, 64, 4, 3), LaunchConfig(64, 64, 4, 2), LaunchConfig(128, 32, 8, 2)),
+        large=(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(64, 32, 4, 3)),
+        small=(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(32, 32, 4, 3)),
+        tma=(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(32, 32, 4, 3)),
     ),
     # dK and dV: keys, which stay, and queries, which are streamed. At 128, 64 keys by 64 queries with 4 warps are 5.8 ms less than 128 by
     # 64 with 8 warps. For key blocks of 64 (query blocks of 512 rows, 49,152 tokens, 64 heads over 8, a tenth kept) 8 warps took 38 ms
     # more, of 55 for the whole backward, and 64 keys by 32 queries 10 more.
     "dkv": dict(
-        asynchronous=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(64, 64, 4, 2), LaunchConfig(64, 64, 8, 2)),
-        large=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(64, 64, 8, 3), LaunchConfig(64, 32, 8, 3)),
-        small=_Row(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(32, 32, 4, 3)),
-        tma=_Row(LaunchConfig(64, 32, 4, 3), LaunchConfig(64, 32, 4, 3), LaunchConfig(32, 32, 4, 3)),
+        asynchronous=(LaunchConfig(64, 64, 4, 3), LaunchConfig(64, 64, 4, 2), LaunchConfig(64, 64, 8, 2)),
+        large=(LaunchConfig(64, 64, 4, 3), LaunchConfig(64, 64, 8, 3), LaunchConfig(64, 32, 8, 3)),
+        small=(LaunchConfig(64, 64, 4, 3), LaunchConfig(128, 32, 8, 3), LaunchConfig(32, 32, 4, 3)),
+        tma=(LaunchConfig(64, 32, 4, 3), LaunchConfig(64, 32, 4, 3), LaunchConfig(32, 32, 4, 3)),
     ),
 }
 LARGE_SHARED_MEMORY = 160 << 10
@@ -185,7 +175,7 @@ def _best(kernel: str, head_dim: int, limits: DeviceLimits, turned: bool = False
         return LaunchConfig(**own | (dict(block_m=own["block_n"], block_n=own["block_m"]) if turned else {}))
     without = "tma" if limits.tma else "large" if limits.shared_memory >= LARGE_SHARED_MEMORY else "small"
     row = _TABLE[kernel]["asynchronous" if limits.asynchronous else without]
-    return row.narrow if head_dim <= 64 else row.usual if head_dim <= 128 else row.wide
+    return row[(head_dim > 64) + (head_dim > 128)]
 
 
 def _padded(dim: int) -> int:

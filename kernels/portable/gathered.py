@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..blocks import BlockLists
 from ..device import device_limits
-from ..lowering.arguments import Lists, view
-from ..lowering.chunks import Partition, kv_partition, q_partition, shared_strides
+from ..lowering.arguments import view
+from ..lowering.chunks import block_lists, kv_partition, q_partition
 from ..lowering.inputs import strided
 from ..lowering.outputs import empty_outputs
 from ..lowering.primitives import (
@@ -177,6 +177,7 @@ def gathered_forward(
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     rows, items = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
+    lists = block_lists(blocks.counts, blocks.indices, heads, items.number)
     out, lse = empty_outputs(q, rows)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
@@ -192,7 +193,7 @@ def gathered_forward(
         order, total = elements.order.contiguous(), elements.total.contiguous()
     limits = _Limits(mask, elements.first_entry, mask_rows, mask_columns, order, total, elements.packed)
     _forward_kernel[(rows.number * parts, batch * heads)](
-        view(q), view(k), view(v), view(out), lse, _lists(blocks, items, heads), rows.bounds(heads), items.bounds(heads), limits,
+        view(q), view(k), view(v), view(out), lse, lists, rows.bounds(heads), items.bounds(heads), limits,
         heads, heads // kv_heads, kv_len - q_len, LOG2E if elements.soft_cap else scale * LOG2E,
         scale / elements.soft_cap if elements.soft_cap else 0.0, elements.soft_cap,
         PARTS=parts, M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16),
@@ -206,14 +207,10 @@ def gathered_dq(dq: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, q: Tensor
     batch, heads, q_len, dim = q.shape
     kv_len = k.shape[2]
     rows, items = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
+    lists = block_lists(blocks.counts, blocks.indices, heads, items.number)
     config = gathered_config(dim, blocks.max_q_length, causal, device_limits(q.device), stationary=2)
     parts = triton.cdiv(rows.length, config.block_m)
     _dq_kernel[(rows.number * parts, batch * heads)](
-        *map(view, (q, k, v, dout, dq)), lse2, delta, _lists(blocks, items, heads), rows.bounds(heads), items.bounds(heads),
+        *map(view, (q, k, v, dout, dq)), lse2, delta, lists, rows.bounds(heads), items.bounds(heads),
         heads, heads // k.shape[1], kv_len - q_len, scale * LOG2E, scale, PARTS=parts, M=config.block_m, N=config.block_n,
         DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16), CAUSAL=causal, **config.options())
-
-
-def _lists(blocks: BlockLists, items: Partition, heads: int) -> Lists:
-    counts = blocks.counts.contiguous()
-    return Lists(counts, blocks.indices.contiguous(), *shared_strides(counts, heads), blocks.capacity, items.number)

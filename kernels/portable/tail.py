@@ -7,6 +7,7 @@ planned once for a kind of tensors, see ``lowering/plans.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor],
     covariances = None if kernel is None else plan.result(*k_mean.shape[:3], k.shape[3]**2, dtype=torch.bfloat16)
     if not q.numel() or not k.numel():
         for x in plan.results:
-            plan.call(_fill_with_ones if x is seen.useful else Tensor.zero_, x)
+            plan.call(partial(Tensor.fill_, value=1 if x is seen.useful else 0), x)
         return
     _write_order(plan, k, kv_offsets, kv_sizes[0], order, log_count)
 
@@ -110,7 +111,7 @@ def _write_estimate_of(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor
     seen = _new_estimates(plan, q, q_sizes[0], k_mean.shape[2], judge)
     if not q.numel():
         for x in plan.results:
-            plan.call(_fill_with_ones, x)
+            plan.call(partial(Tensor.fill_, value=1), x)
         return
     _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, lambda shared: of_group(shared, *matrices), 0, seen, seeing,
                 room * mean_bytes(q, q))
@@ -185,10 +186,6 @@ def _write_scores(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], pa
     if found.numel():
         mass, half_variance, log_count = xs
         tail_rows.scores(plan, mass, half_variance, log_count, parts, found)
-
-
-def _fill_with_ones(x: Tensor) -> None:
-    x.fill_(1)
 
 
 def _half_variances(plan: Plan, queries: Tensor, keys: Tensor, half_variance: Tensor) -> None:

@@ -289,7 +289,7 @@ def gradients(
                   (*strides(q, dout), kv_heads, group, tokens, blocks, units, share), (scale * LOG2E, scale), sizes, config)
     dmeans = [plan.working(*k_mean.shape, dtype=torch.float32) for _ in range(2)]
     for x, total in zip(some, dmeans):
-        plan.call(_sum, x, total)
+        plan.call(lambda x, out: torch.sum(x, 0, out=out), x, total)
 
     sizes, config = launches["matrix"]
     patches = -(-dim // sizes["C"])
@@ -303,7 +303,3 @@ def gradients(
     _launch_tokens(plan, (units, batch * kv_heads, patches),
                    (k, v, dk, dv, k_mean, v_mean, *dmeans, dcovariance, log_count, order, kv_offsets),
                    (*strides(k, v, dk, dv), kv_heads, k.shape[2], units), (), dict(PARTS=units // kv_number) | sizes, config)
-
-
-def _sum(x: Tensor, out: Tensor) -> None:
-    torch.sum(x, 0, out=out)

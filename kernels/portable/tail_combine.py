@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..lowering.chunks import block_lists
 from ..lowering.inputs import loadable, loaded, strided, tma_ok
 from ..lowering.plans import Plan, Plans, product
 from ..tail import CAP, WAITING_ROOM, BlockEstimates, Blocks, by_kv_head
@@ -71,7 +72,7 @@ def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Any], q_si
         return
     if keep:
         # Rows of other blocks have no estimate.
-        plan.call(_fill_with_nothing, tail_lse)
+        plan.call(partial(Tensor.fill_, value=-torch.inf), tail_lse)
     left = plan.working(batch, heads, blocks, dtype=torch.int32)
     held = KNOWN_OF_A_PAIR * half_variance.numel() + 4 * indices.numel()
     if covariances is not None:
@@ -99,7 +100,7 @@ def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Any], q_si
             at_once = max(few, last) if own is groups[-1][0] else few
             if some[0] * some[1] <= at_once * group:
                 of_keys[-1] = _write_covariances(plan, of_keys, kv_offsets, useful[own], parts)
-            lists = tail_rows.block_lists(_of_lists(counts, heads, own, shared), _of_lists(indices, heads, own, shared), some[1], kv_blocks)
+            lists = block_lists(_of_lists(counts, heads, own, shared), _of_lists(indices, heads, own, shared), some[1], kv_blocks)
             tail_rows.unit_bias(plan, log_count[shared], half_variance[own], mass[own], lists, useful[own], CAP, parts, made[1], left[own],
                                 made[2])
             for mine, its in head_groups(some[0], some[1] // group, group, at_once):
@@ -218,10 +219,6 @@ def _write_combine_backward(plan: Plan, xs: Sequence[Tensor], others: Sequence[T
             plan, dexact[own], dexact_lse[own], dq[own], dk[shared], dv[shared], dout[own], arrived, exact[own], exact_lse[own],
             out[own], lse[own], tail_lse[own], q[own], keys, values, (q_offsets, *q_sizes), (kv_offsets, *kv_sizes), bias[own], counts,
             places, *of_units, matrix, mixed, covariances, scale)
-
-
-def _fill_with_nothing(lse: Tensor) -> None:
-    lse.fill_(-torch.inf)
 
 
 def _of_lists(x: Tensor, heads: int, own: tuple, shared: tuple) -> Tensor:

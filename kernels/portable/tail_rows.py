@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..device import device_limits
 from ..lowering.arguments import Lists
-from ..lowering.chunks import shared_strides
 from ..lowering.plans import Plan
 from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, sampled_rows, softmax_step
 from ..lowering.quick_launch import power_of_2
@@ -249,11 +248,6 @@ def _useful_kernel(error, useful, blocks, MOST: tl.constexpr, WIDTH: tl.constexp
 
 _launch_bias, _launch_score, _launch_mass, _launch_useful, _launch_combine = map(
     launcher, (_bias_kernel, _score_kernel, _mass_kernel, _useful_kernel, _combine_kernel))
-
-
-def block_lists(counts: Tensor, indices: Tensor, heads: int, blocks: int) -> Lists:
-    """The first ``blocks`` of what lists for ``heads`` query heads name."""
-    return Lists(counts, indices, *shared_strides(counts, heads), indices.shape[-1], blocks)
 
 
 def unit_bias(plan: Plan, log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lists, useful: Tensor | None, cap: float,

@@ -270,9 +270,9 @@ def key_statistics(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, k_mean: Te
                    order: Tensor | None, parts: int, moments: Tensor) -> None:
     """Writes k_mean, v_mean, log_count and ``moments``, bfloat16 ``[B, Hkv, U, packed_size(D)]``, the keys' covariances."""
     batch, heads, units, dim = k_mean.shape
-    config = _config("keys", plan, k)
-    constants = dict(PARTS=parts, SHIFTED=shifted(k), SAME=_same(config, dim), SLAB=SLAB, **_tile(config, dim))
-    _launch_keys(plan, (units // parts * heads, batch, _columns(config, dim)),
+    config, across, columns = _columns("keys", plan, k)
+    constants = dict(PARTS=parts, SHIFTED=shifted(k), SAME=across == 1, SLAB=SLAB, ROWS=config.block_n, FOLD=fold(config, dim), **columns)
+    _launch_keys(plan, (units // parts * heads, batch, across),
                  (k, v, order, offsets, k_mean, v_mean, log_count, moments), (*strides(k, v), heads, units, k.shape[2], packed_size(dim)),
                  (), constants, config)
 
@@ -290,12 +290,9 @@ def query_moments(plan: Plan, q: Tensor, offsets: Tensor, num_blocks: int, sampl
     """Writes ``moments``, bfloat16 ``[B, H, N, packed_size(D)]``: ``factor`` times the mean of q q^T of ``sample`` of each block's queries,
     what is not kept added to what is: so that products with keys' covariances are those of whole matrices."""
     batch, heads, _, dim = q.shape
-    config = _config("moments", plan, q)
-    tile = _tile(config, dim)
-    del tile["ROWS"], tile["FOLD"]
-    _launch_queries(plan, (num_blocks * heads, batch, _columns(config, dim)), (q, offsets, moments),
-                    (*strides(q), heads, num_blocks, packed_size(dim)), (factor,),
-                    dict(SAMPLE=sample, SAME=_same(config, dim), SLAB=SLAB, **tile), config)
+    config, across, columns = _columns("moments", plan, q)
+    _launch_queries(plan, (num_blocks * heads, batch, across), (q, offsets, moments), (*strides(q), heads, num_blocks, packed_size(dim)),
+                    (factor,), dict(SAMPLE=sample, SAME=across == 1, SLAB=SLAB, **columns), config)
 
 
 def covariances(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
@@ -303,13 +300,11 @@ def covariances(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tenso
     """Writes ``out``, bfloat16 ``[B, Hkv, U, D * D]``, covariances of keys with values; 0 in units of which nothing is estimated, and where
     no query head is ``useful``, bool ``[B, H]``."""
     batch, heads, units, dim = k_mean.shape
-    config = _config("covariances", plan, k)
-    tile = _tile(config, dim)
-    del tile["FOLD"]
+    config, across, columns = _columns("covariances", plan, k)
     group = 0 if useful is None else useful.shape[1] // heads
-    _launch_covariances(plan, (units * heads, batch, _columns(config, dim)),
+    _launch_covariances(plan, (units * heads, batch, across),
                         (k, v, order, offsets, k_mean, v_mean, log_count, useful, out), (*strides(k, v), heads, group, units, k.shape[2]),
-                        (), dict(PARTS=parts, **tile), config)
+                        (), dict(PARTS=parts, ROWS=config.block_n, **columns), config)
 
 
 def packed_size(dim: int) -> int:
@@ -318,17 +313,8 @@ def packed_size(dim: int) -> int:
     return slabs * SLAB * dim - slabs * (slabs - 1) // 2 * SLAB**2 + rest**2
 
 
-def _config(kernel: str, plan: Plan, x: Tensor) -> LaunchConfig:
-    return tail_config(kernel, x.shape[3], x.dtype, device_limits(plan.device))
-
-
 def padded(dim: int) -> dict[str, int]:
     return dict(DIM=dim, DIM_PAD=max(power_of_2(dim), 16))
-
-
-def _tile(config: LaunchConfig, dim: int) -> dict[str, int]:
-    dims = padded(dim)
-    return dict(ROWS=config.block_n, FOLD=fold(config, dim), COLS=min(config.block_m, dims["DIM_PAD"]), **dims)
 
 
 def fold(config: LaunchConfig, dim: int) -> int:
@@ -336,10 +322,8 @@ def fold(config: LaunchConfig, dim: int) -> int:
     return min(config.block_n, config.num_warps * 32 * 8 // padded(dim)["DIM_PAD"])
 
 
-def _same(config: LaunchConfig, dim: int) -> bool:
-    """Whether a program computes all columns."""
-    return config.block_m >= padded(dim)["DIM_PAD"]
-
-
-def _columns(config: LaunchConfig, dim: int) -> int:
-    return -(-dim // config.block_m)
+def _columns(kernel: str, plan: Plan, x: Tensor) -> tuple[LaunchConfig, int, dict[str, int]]:
+    """(configuration, programs that share a matrix' columns out, what they are told of these)."""
+    dim = x.shape[3]
+    config, dims = tail_config(kernel, dim, x.dtype, device_limits(plan.device)), padded(dim)
+    return config, -(-dim // config.block_m), dict(COLS=min(config.block_m, dims["DIM_PAD"]), **dims)
