@@ -29,7 +29,6 @@ from torch import Tensor
 from .eager import moves, ranking
 from .operators import TRITON, watched
 from .routing import Where, choose_route, require_impl
-from .tail import why_not_hopper_tail
 
 if TYPE_CHECKING:
     from .lowering.plans import Plans
@@ -49,7 +48,11 @@ def _triton_cannot(where: Where) -> str | None:
 
 
 def _hopper_tail_cannot(where: Where) -> str | None:
-    return why_not_hopper_tail(where.capability, where.dtype, where.head_dim)
+    if where.capability != (9, 0):
+        return "runs on compute capability 9.0 alone"
+    if where.dtype != torch.bfloat16:
+        return f"takes bfloat16, not {where.dtype}"
+    return None if where.head_dim in (64, 128) else f"takes a head_dim of 64 or 128, not {where.head_dim}"
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ class Backend:
 
     def keep(self, forced: Tensor, kept: Tensor | None, active: Tensor | None) -> tuple[Tensor, Tensor]:
         """The step "select" where the blocks are given, bool ``[B, H, N, K]``, in place of scores."""
-        return ranking.keep_blocks(forced, kept, None if active is None else (active != 0).flatten(1))
+        return ranking.keep_blocks(forced, kept, active)
 
     def best(self, scores: Tensor, k_per_row: int | Tensor, apart: Tensor | None = None) -> Tensor:
         """Which blocks the step "select" takes for their scores, bool of their shape; see ``eager.ranking.topk_blocks``."""

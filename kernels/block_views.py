@@ -89,9 +89,10 @@ def slice_keys(counts: Tensor, indices: Tensor, offsets: int | Tensor, lengths: 
                 kv_lengths=None if lengths is None else lengths[..., first:last].contiguous())
 
 
-def per_query_head(x: Tensor, batch: int, heads: int) -> Tensor:
-    """``[B|1, H|1, ...]`` with its shared batch and shared or key/value heads spelled out: ``[batch, heads, ...]``."""
-    return x.repeat_interleave(heads // x.shape[1], dim=1).expand(batch, *(-1,) * (x.dim() - 1))
+def per_query_head(x: Tensor, heads: int, batch: int | None = None) -> Tensor:
+    """``[B, H|1, ...]`` with its shared or key/value heads spelled out, ``[B, heads, ...]``, and its shared batch where that is given."""
+    x = x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+    return x if batch is None else x.expand(batch, *(-1,) * (x.dim() - 1))
 
 
 def describe(blocks: BlockLists, values: bool) -> str:

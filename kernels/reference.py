@@ -72,7 +72,7 @@ def token_mask(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool = False) -
     kept = torch.zeros(batch, heads, blocks.num_q_blocks, blocks.kv_bounds(kv_len)[0].shape[-1] + 1, dtype=torch.bool, device=q.device)
     used = torch.arange(blocks.capacity, device=q.device) < blocks.counts[..., None]
     used = used & (blocks.indices >= 0) & (blocks.indices < kept.shape[-1] - 1)
-    kept.scatter_(-1, per_query_head(blocks.indices.where(used, kept.shape[-1] - 1), batch, heads).long(), True)
+    kept.scatter_(-1, per_query_head(blocks.indices.where(used, kept.shape[-1] - 1), heads, batch).long(), True)
     rows = kept.gather(2, q_block[..., None].expand(-1, -1, -1, kept.shape[-1]))
     visible = rows.gather(3, kv_block[:, :, None].expand(-1, -1, q_len, -1))
     visible &= q_real[..., None] & kv_real[..., None, :]
@@ -83,7 +83,7 @@ def token_mask(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool = False) -
 
 def _block_of(starts: Tensor, sizes: Tensor, batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor]:
     """Which block each token is in, int64 [batch, heads, tokens], and whether it is one of the block's real tokens."""
-    starts, sizes = per_query_head(starts, batch, heads).contiguous(), per_query_head(sizes, batch, heads)
+    starts, sizes = per_query_head(starts, heads, batch).contiguous(), per_query_head(sizes, heads, batch)
     position = torch.arange(tokens, dtype=torch.int32, device=starts.device).expand(batch, heads, -1)
     block = torch.searchsorted(starts, position.contiguous(), right=True) - 1
     real = (block >= 0) & (position < starts.gather(-1, block.clamp(min=0)) + sizes.gather(-1, block.clamp(min=0)))

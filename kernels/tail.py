@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 # Of h: beyond it the estimate is damped.
@@ -119,11 +118,6 @@ def useful_heads(error: Tensor) -> Tensor:
     return error.mean(-1) <= USELESS
 
 
-def per_query_head(x: Tensor, heads: int) -> Tensor:
-    """``[B, Hkv, ...]`` -> ``[B, H, ...]``."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
 def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     """``[B, H, N, n]`` -> ``[B * Hkv, H / Hkv * N, n]``, a view."""
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3).flatten(0, 1)
@@ -139,12 +133,3 @@ def own_product(kernel: Callable[..., None] | None, units: int) -> Callable[...,
     """Hopper's kernel of products where it is faster than cuBLAS, which takes kernels for Ampere where the number of units is no multiple
     of 8. Else None."""
     return kernel if units % 8 else None
-
-
-def why_not_hopper_tail(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why Hopper's kernels of the tail do not take such queries on such a GPU; None if they do."""
-    if capability != (9, 0):
-        return "runs on compute capability 9.0 alone"
-    if dtype != torch.bfloat16:
-        return f"takes bfloat16, not {dtype}"
-    return None if head_dim in (64, 128) else f"takes a head_dim of 64 or 128, not {head_dim}"

@@ -92,6 +92,7 @@ def keep_blocks(forced: Tensor, keep: Tensor | None, active: Tensor | None = Non
     if keep is not None:
         kept = kept | torch.nn.functional.pad(keep, (0, forced.shape[1] - keep.shape[-1], 0, forced.shape[0] - keep.shape[-2]))
     if active is not None:
+        active = (active != 0).flatten(1)
         both = active[:, None, :, None] & active[:, None, None, :]
         alone = torch.eye(len(forced), dtype=torch.bool, device=forced.device) & ~active[:, None, :, None]
         kept = kept & both | alone
@@ -103,7 +104,6 @@ def keep_blocks(forced: Tensor, keep: Tensor | None, active: Tensor | None = Non
 
 def select(forced: Tensor, scores: Tensor | None, k_per_row: int | Tensor, active: Tensor | None, beyond: bool) -> tuple[Tensor, Tensor]:
     """See ``Backend.select``."""
-    active = None if active is None else (active != 0).flatten(1)
     if scores is None:
         return keep_blocks(forced, None, active)
     apart = forced[:scores.shape[-2], :scores.shape[-1]] if beyond else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..block_masks import in_range, prefix_mask
 from ..block_views import per_query_head
 from ..blocks import BlockLists
 
@@ -131,11 +132,11 @@ def _places(q: Tensor, k: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, T
     """First row and number of tokens of each query block, int64 ``[B * Hq * Nq]``, and of each key block that it lists, ``[B * Hq * Nq,
     capacity]``, ids ascending and absent ones without tokens."""
     (batch, heads, q_len), (kv_heads, kv_len) = q.shape[:3], k.shape[1:3]
-    counts, indices = (per_query_head(x, batch, heads) for x in (blocks.counts, blocks.indices))
-    q_starts, q_sizes, kv_starts, kv_sizes = (per_query_head(x, batch, heads).long()
+    counts, indices = (per_query_head(x, heads, batch) for x in (blocks.counts, blocks.indices))
+    q_starts, q_sizes, kv_starts, kv_sizes = (per_query_head(x, heads, batch).long()
                                               for x in (*blocks.q_bounds(q_len), *blocks.kv_bounds(kv_len)))
     sequence = torch.arange(batch * heads, device=q.device).view(batch, heads, 1)
-    listed = (torch.arange(blocks.capacity, device=q.device) < counts[..., None]) & (indices >= 0) & (indices < kv_starts.shape[2])
+    listed = in_range(indices, prefix_mask(counts, blocks.capacity), kv_starts.shape[2])
     # Ids past the last have no tokens.
     ids = indices.where(listed, kv_starts.shape[2]).sort(-1).values.long().flatten(2)
     kv_first = kv_starts + sequence // (heads // kv_heads) * kv_len

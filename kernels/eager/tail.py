@@ -29,7 +29,9 @@ from math import log
 import torch
 from torch import Tensor
 
-from ..tail import CAP, CUTS, ITERATIONS, BlockEstimates, Blocks, KeyStatistics, per_query_head, sampled_queries, useful_heads
+from ..block_masks import prefix_mask, scatter_mask
+from ..block_views import per_query_head
+from ..tail import CAP, CUTS, ITERATIONS, BlockEstimates, Blocks, KeyStatistics, sampled_queries, useful_heads
 from .steps import compute_dtype
 
 LN2 = log(2.0)
@@ -300,10 +302,7 @@ class _Cut:
 def _listed(counts: Tensor, indices: Tensor, rows: int, number: int, heads: int) -> Tensor:
     """bool ``[B or 1, H or 1, N, K]``: which of ``number`` key blocks each of the first ``rows`` query blocks lists; other ids name
     nothing."""
-    counts, indices = counts[:, :, :rows, None], indices[:, :, :rows].long()
-    named = (torch.arange(indices.shape[3], device=indices.device) < counts) & (indices >= 0) & (indices < number)
-    mask = torch.zeros(*indices.shape[:3], number + 1, dtype=torch.bool, device=indices.device)
-    mask = mask.scatter(3, indices.where(named, number), True)[..., :number]
+    mask = scatter_mask(indices[:, :, :rows], prefix_mask(counts[:, :, :rows], indices.shape[3]), number)
     return mask if mask.shape[1] == 1 else per_query_head(mask, heads)
 
 

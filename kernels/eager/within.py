@@ -20,7 +20,7 @@ def torch_within(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: flo
     group, dtype = heads // k.shape[1], compute_dtype(q)
     out, lse = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
     fields = (blocks.counts, blocks.indices, *blocks.q_bounds(q.shape[2]), *blocks.kv_bounds(k.shape[2]))
-    counts, indices, q_starts, q_sizes, kv_starts, kv_sizes = [per_query_head(x, batch, heads).tolist() for x in fields]
+    counts, indices, q_starts, q_sizes, kv_starts, kv_sizes = [per_query_head(x, heads, batch).tolist() for x in fields]
     for b in range(batch):
         for h in range(heads):
             for i, count in enumerate(counts[b][h]):

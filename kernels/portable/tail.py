@@ -26,7 +26,7 @@ ESTIMATE_ROOM = 1.4
 
 def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covariances: bool, *,
                    kernel: Callable[..., None] | None = None) -> KeyStatistics:
-    """``key_statistics`` of ``eager/tail.py``. ``kernel``: ``hopper_key_statistics``, where ``why_not_hopper_tail`` is None, for what it
+    """``key_statistics`` of ``eager/tail.py``. ``kernel``: ``hopper_key_statistics``, which a backend names where it runs, for what it
     takes; it computes covariances with the rest."""
     kernel = kernel if covariances and _whole(k, parts) else None
     k, v = ((strided if kernel is None else loaded)(x) for x in (k, v))

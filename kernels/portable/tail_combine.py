@@ -34,8 +34,8 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
             estimates: BlockEstimates, scale: float, keep: bool, *, merge: Callable[..., None] = tail_rows.merge,
             merge_rows: int | None = None, matrices: Callable[..., None] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``combine`` of ``eager/tail.py``; the mixture is bfloat16, and its rows are dense but not contiguous. ``merge``, which takes so many
-    rows at once: ``hopper_tail_merge``, where ``why_not_hopper_tail`` is None, or the portable kernel; ``matrices``: there
-    ``hopper_matrices``, else torch's product."""
+    rows at once: ``hopper_tail_merge``, where a backend names it, or the portable kernel; ``matrices``: there ``hopper_matrices``, else
+    torch's product."""
     portable = merge_rows is None
     if not portable and not loadable(out):
         copy = loaded(out)

@@ -8,7 +8,8 @@ from hopper_emulator import module, run
 from planned import planned
 from tail_cases import tail_case
 
-from ssta.kernels import tail
+from ssta.kernels.backend import choose
+from ssta.kernels.routing import Where
 
 emulated = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so the kernel itself runs")
 
@@ -144,11 +145,12 @@ def test_emulated_parts_of_very_different_weight():
     assert torch.equal(of["out"][:, :, 1::3], before[:, :, 1::3])
 
 
-def test_where_it_runs():
-    assert tail.why_not_hopper_tail((9, 0), torch.bfloat16, 128) is tail.why_not_hopper_tail((9, 0), torch.bfloat16, 64) is None
-    for other in (((8, 0), torch.bfloat16, 128), (None, torch.bfloat16, 128), ((10, 0), torch.bfloat16, 128), ((9, 0), torch.float16, 128),
-                  ((9, 0), torch.float32, 128), ((9, 0), torch.bfloat16, 80)):
-        assert tail.why_not_hopper_tail(*other)
+@pytest.mark.parametrize("capability, dtype, dim, runs", [
+    ((9, 0), torch.bfloat16, 128, True), ((9, 0), torch.bfloat16, 64, True), ((8, 0), torch.bfloat16, 128, False),
+    (None, torch.bfloat16, 128, False), ((10, 0), torch.bfloat16, 128, False), ((9, 0), torch.float16, 128, False),
+    ((9, 0), torch.float32, 128, False), ((9, 0), torch.bfloat16, 80, False)])
+def test_where_it_runs(capability, dtype, dim, runs):
+    assert (dict(choose("auto", Where("cuda", capability, False, dtype, dim)).names)["combine"] == "hopper") is runs
 
 
 def compute(*arguments):

@@ -9,8 +9,9 @@ from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from hopper_emulator import run
 from planned import planned
 
+from ssta.kernels.block_views import per_query_head
 from ssta.kernels.eager.tail import _Cut
-from ssta.kernels.tail import per_query_head, sampled_queries
+from ssta.kernels.tail import sampled_queries
 
 emulated = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so the kernel itself runs")
 late = pytest.mark.parametrize("late", [False, True], ids=["early", "late"])

@@ -14,9 +14,9 @@ SCALE = DIM**-0.5
 
 def masses(q, k_mean, log_count, h):
     """[B, H, N, U] in the inputs' dtype; a query that is not finite sees nothing."""
-    bias = per_query_head(log_count, 2, HEADS)[:, :, None] + h.clamp(max=CAP)
+    bias = per_query_head(log_count, HEADS, 2)[:, :, None] + h.clamp(max=CAP)
     sound = q.isfinite().all(-1, keepdim=True)
-    logits = SCALE * q.masked_fill(~sound, 0) @ per_query_head(k_mean, 2, HEADS).mT
+    logits = SCALE * q.masked_fill(~sound, 0) @ per_query_head(k_mean, HEADS, 2).mT
     seen = (logits[:, :, None] + bias[:, :, :, None]).softmax(-1) * sound[:, :, None]
     starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
     return torch.stack([seen[:, :, i, start:start + length].sum(2) / max(length, 1)
