@@ -19,12 +19,13 @@ _PRODUCTS = {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """Limits of a GPU for one program."""
+    """What a GPU has: for one program, and of programs side by side."""
 
     shared_memory: int        # bytes
     tma: bool                 # loads tiles through descriptors: Hopper and later
     name: str = ""            # what torch calls the GPU, "" where there is none
     products: str = "mma"     # how it multiplies matrices: "wgmma", "tcgen05", or "mma" for all others
+    multiprocessors: int = 1  # one where there is no GPU to ask (Triton's interpreter), so that it runs few programs
 
     @property
     def asynchronous(self) -> bool:
@@ -62,8 +63,9 @@ def _device_limits(index: int) -> DeviceLimits:
     properties = torch.cuda.get_device_properties(index)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     if torch.version.hip is not None:
-        return DeviceLimits(shared, False, properties.name)
-    return DeviceLimits(shared, properties.major >= 9, properties.name, _PRODUCTS.get(properties.major, "mma"))
+        return DeviceLimits(shared, False, properties.name, multiprocessors=properties.multi_processor_count)
+    return DeviceLimits(shared, properties.major >= 9, properties.name, _PRODUCTS.get(properties.major, "mma"),
+                        properties.multi_processor_count)
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
@@ -79,12 +81,5 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Those of ``device``; where there is no GPU to ask (Triton's interpreter) one, so that it runs few programs."""
-    if device.type != "cuda":
-        return 1
-    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@asked_once
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+    """Those of ``device``."""
+    return device_limits(device).multiprocessors

@@ -29,7 +29,7 @@ def test_the_hopper_forward_has_small_programs_where_large_ones_would_leave_mult
     (8, 99, "mma", False), (9, 227, "wgmma", True), (10, 227, "tcgen05", True), (12, 99, "mma", True)])
 def test_rtx_50_has_tma_and_multiplies_as_ampere_does(major, shared, products, tma, monkeypatch):
     """And what multiplies in registers has eight warps for 128 rows of 128 entries, where Hopper has four."""
-    properties = SimpleNamespace(shared_memory_per_block_optin=shared << 10, major=major, name="")
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared << 10, major=major, name="", multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.version, "hip", None)
     limits = device._device_limits.__wrapped__(0)
@@ -42,7 +42,7 @@ def test_what_a_gpu_says_is_a_constant_to_a_compiler(monkeypatch):
     """It warns of functions that keep their results, and traces them without."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     fresh = {name: device.asked_once(lambda index, value=value: value) for name, value in
-             (("_capability", (9, 0)), ("_multiprocessors", 132), ("_device_limits", DeviceLimits(227 << 10, True)))}
+             (("_capability", (9, 0)), ("_device_limits", DeviceLimits(227 << 10, True, multiprocessors=132)))}
     for name, answer in fresh.items():
         monkeypatch.setattr(device, name, answer)
 

@@ -186,8 +186,7 @@ class Compiler:
         knobs.compilation.disable_line_info = True
         knobs.runtime.add_stages_inspection_hook = self._stages
         device.device_limits = lambda _: device.DeviceLimits(
-            compiler.card.shared_memory, compiler.card.tma, products=compiler.card.products)
-        device.multiprocessors = lambda _: compiler.card.multiprocessors
+            compiler.card.shared_memory, compiler.card.tma, products=compiler.card.products, multiprocessors=compiler.card.multiprocessors)
 
     def _keep(self, name: str, compile_it: Callable, options: dict) -> None:
         launched = " ".join(f"{key}={value}" for key, value in options.items() if key in ("M", "N", "C", "num_warps", "num_stages"))

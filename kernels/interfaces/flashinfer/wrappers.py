@@ -261,16 +261,8 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         Args:
             q: ``[num_qo_heads, qo_len, head_dim]`` in the planned dtype.
             k, v: ``[num_kv_heads, kv_len, head_dim]``.
-            out, lse, return_lse, enable_pdl: as in ``BlockSparseAttentionWrapper.run``.
-
-        Returns:
-            out ``[num_qo_heads, qo_len, head_dim]`` in the planned dtype; with ``return_lse`` also lse, float32
-            ``[num_qo_heads, qo_len]`` (float64 for float64 inputs), logarithm to the base 2. A row without keys gives out = 0 and
-            lse = -inf.
-
-        Raises:
-            TypeError, ValueError: the argument's name, what was required and what came.
-            RuntimeError: nothing is planned; FlashInfer's wrappers raise the same.
+            The others, the result and the errors: as in ``BlockSparseAttentionWrapper.run``; out has the planned dtype, and out and lse
+                have heads before tokens.
 
         What differs from upstream: ``out`` and ``lse`` have the result's shape and are what is returned, where upstream wants its internal
         layout there and returns copies.
