@@ -292,15 +292,11 @@ def hopper_mass(plan: Plan, q: Tensor, k_mean: Tensor, log_count: Tensor, half_v
     (batch, heads, blocks, units), dim = mass.shape, q.shape[3]
     parts = -(-blocks * sample // (WARPGROUPS * ROWS))
     numbers = (*q.stride()[:3], heads, heads // k_mean.shape[1], blocks, units, parts)
-    fixed = constants(dim, sample, cap) | dict(SUMS=half_variance.shape[3] // units)
+    fixed = dict(SAMPLE=sample, CAP=cap, ROWS=ROWS, D=dim, UNITS=UNITS, STAGES=STAGES, WARPGROUPS=WARPGROUPS,
+                 SUMS=half_variance.shape[3] // units)
     plan.launch(_launch, (plan.device, fit(numbers), *fixed.values()), (batch * heads * parts, 1, 1), (tma_tiles(k_mean, UNITS),),
                 (q, log_count, half_variance, offsets, mass, rounded, error),
                 (*numbers, scale * LOG2E, 1 / scale), fixed, OPTIONS)
-
-
-def constants(dim: int, sample: int, cap: float) -> dict[str, int | float]:
-    """Those of the kernel, in its order."""
-    return dict(SAMPLE=sample, CAP=cap, ROWS=ROWS, D=dim, UNITS=UNITS, STAGES=STAGES, WARPGROUPS=WARPGROUPS)
 
 
 _launch = QuickLaunch(_mass_kernel)

@@ -335,16 +335,11 @@ def hopper_tail_merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: T
     blocks, units = bias.shape[2:]
     parts = shares.shape[3]
     numbers = (*out.stride()[:3], blocks, units, heads, heads // k_mean.shape[1], tokens, parts)
-    fixed = constants(dim)
+    fixed = dict(ROWS=ROWS, D=dim, UNITS=UNITS, K_STAGES=K_STAGES, V_STAGES=V_STAGES)
     plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *fixed.values()), (batch * heads * blocks * parts, 1, 1),
                 (tma_tiles(q, ROWS), tma_tiles(out, ROWS), tma_tiles(k_mean, UNITS), tma_tiles(v_mean, UNITS),
                  tma_tiles(matrix.view(batch, heads, blocks * dim, dim), UNITS)),
                 (out, lse, tail_lse, shares, bias, left, offsets), (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)), fixed, OPTIONS)
-
-
-def constants(dim: int) -> dict[str, int]:
-    """Those of the kernel, in its order."""
-    return dict(ROWS=ROWS, D=dim, UNITS=UNITS, K_STAGES=K_STAGES, V_STAGES=V_STAGES)
 
 
 _launch = QuickLaunch(_tail_merge_kernel)

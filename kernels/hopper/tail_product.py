@@ -172,18 +172,13 @@ def _product(plan: Plan, left: Tensor, right: Tensor, out: Tensor, by_column: bo
     tiles = batch * heads * down * across
     programs = min(tiles, processors)
     numbers = (heads, heads // kv_heads, down, across, -(-depth // DEPTH), tiles, programs, rows, columns)
-    fixed = constants(width, warpgroups, by_column)
+    result = 0 if by_column else 2 * warpgroups * ROWS * width
+    stages = min(STAGES, (ROOM - result) // (2 * DEPTH * (warpgroups * ROWS + width)))
+    fixed = dict(ROWS=ROWS, COLUMNS=width, DEPTH=DEPTH, STAGES=stages, WARPGROUPS=warpgroups, BY_COLUMN=by_column)
     shape = (width, DEPTH) if by_column else (DEPTH, width)
     plan.launch(_launch, (plan.device, fit(numbers), *fixed.values()), (programs, 1, 1),
                 (tma_tiles(left, warpgroups * ROWS, DEPTH), tma_tiles(right, *shape), None if by_column else tma_tiles(out, ROWS, width)),
                 (out if by_column else None,), numbers, fixed, OPTIONS)
-
-
-def constants(width: int, warpgroups: int, by_column: bool) -> dict[str, int]:
-    """Those of the kernel, in its order."""
-    result = 0 if by_column else 2 * warpgroups * ROWS * width
-    stages = min(STAGES, (ROOM - result) // (2 * DEPTH * (warpgroups * ROWS + width)))
-    return dict(ROWS=ROWS, COLUMNS=width, DEPTH=DEPTH, STAGES=stages, WARPGROUPS=warpgroups, BY_COLUMN=by_column)
 
 
 _launch = QuickLaunch(_product_kernel)

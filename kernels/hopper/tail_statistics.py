@@ -195,15 +195,10 @@ def hopper_key_statistics(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, k_m
     items = batch * heads * blocks
     programs = min(items, multiprocessors(plan.device))
     numbers = (heads, blocks, items, programs, moments.shape[3])
-    fixed = constants(dim, slab)
+    fixed = dict(ROWS=ROWS, STEP=STEP, D=dim, STAGES=STAGES, WARPGROUPS=WARPGROUPS, SLAB=slab)
     plan.launch(_launch, (plan.device, fit(numbers), *fixed.values()), (programs, 1, 1),
                 (tma_tiles(k, STEP), tma_tiles(v, STEP), tma_tiles(covariances.view(batch, heads, blocks * dim, dim), ROWS)),
                 (offsets, k_mean, v_mean, log_count, moments), numbers, fixed, OPTIONS)
-
-
-def constants(dim: int, slab: int) -> dict[str, int]:
-    """Those of the kernel, in its order."""
-    return dict(ROWS=ROWS, STEP=STEP, D=dim, STAGES=STAGES, WARPGROUPS=WARPGROUPS, SLAB=slab)
 
 
 _launch = QuickLaunch(_key_statistics_kernel)

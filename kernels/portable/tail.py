@@ -46,7 +46,8 @@ def _write_key_statistics(plan: Plan, xs: Sequence[Tensor], others: Sequence[Ten
         for x in plan.results:
             plan.call(Tensor.zero_, x)
         return
-    _write_order(plan, k, offsets, sizes[0], order, log_count)
+    if order is not None:
+        tail_order.principal_order(plan, k, offsets, sizes[0], order, log_count)
     _write_keys(plan, k, v, offsets, order, parts, log_count, k_mean, v_mean, moments, covariances, kernel)
     if covariances is not None and kernel is None:
         tail_statistics.covariances(plan, k, v, offsets, k_mean, v_mean, log_count, order, None, parts, covariances)
@@ -93,7 +94,8 @@ def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor],
         for x in plan.results:
             plan.call(partial(Tensor.fill_, value=1 if x is seen.useful else 0), x)
         return
-    _write_order(plan, k, kv_offsets, kv_sizes[0], order, log_count)
+    if order is not None:
+        tail_order.principal_order(plan, k, kv_offsets, kv_sizes[0], order, log_count)
 
     def keys_of(shared: tuple) -> tuple[Tensor, ...]:
         moments = plan.working(*k_mean[shared].shape[:3], tail_statistics.packed_size(k.shape[3]), dtype=torch.bfloat16)
@@ -135,12 +137,6 @@ def _new_means(plan: Plan, k: Tensor, units: int) -> tuple[Tensor, Tensor, Tenso
 def _new_estimates(plan: Plan, q: Tensor, blocks: int, units: int, judge: bool) -> _Seen:
     half_variance, mass = (plan.result(*q.shape[:2], blocks, units, dtype=torch.bfloat16) for _ in range(2))
     return _Seen(half_variance, mass, plan.result(*q.shape[:2], dtype=torch.bool) if judge else None)
-
-
-def _write_order(plan: Plan, k: Tensor, offsets: Tensor, blocks: int, order: Tensor | None, log_count: Tensor) -> None:
-    """Which token is of which of two units, where they are two."""
-    if order is not None:
-        tail_order.principal_order(plan, k, offsets, blocks, order, log_count)
 
 
 def _write_keys(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, order: Tensor | None, parts: int, log_count: Tensor, k_mean: Tensor,
