@@ -156,8 +156,7 @@ def hopper_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     programs = multiprocessors(q.device)
     shape = constants(dim, deterministic)
-    plan = schedule(blocks, flipped, queries, keys, batch, heads, kv_heads, programs, deterministic,
-                    kv_len - q_len if causal else None, dim)
+    plan = schedule(flipped, queries, keys, batch, heads, kv_heads, programs, deterministic, kv_len - q_len if causal else None, dim)
     accum = backward_preprocess(dout, dlse, out, lse, scale, queries, deterministic)
     locks = lock_values(plan, blocks, flipped, queries, keys, batch, heads, kv_heads) if deterministic else plan.tiles
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()

@@ -313,12 +313,12 @@ def heads_together(pairs: int, rows: int, dim: int) -> int:
     return max(number for number in range(1, min(most, pairs) + 1) if pairs % number == 0)
 
 
-def schedule(blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int,
-             programs: int, ordered: bool, shift: int | None = None, dim: int = 128) -> Schedule:
+def schedule(flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int, programs: int,
+             ordered: bool, shift: int | None = None, dim: int = 128) -> Schedule:
     """The tiles of all heads; ``ordered``: assigned to so many programs.
 
     Where ``shift`` is given, query i sees the keys up to i + shift, and tiles skip the blocks of which none sees a key of their block.
-    ``flipped`` is ``blocks.transpose()``, whose ids ascend; ``dim`` the head_dim, see ``heads_together``. ROTATION of
+    ``flipped`` is the lists' transpose, whose ids ascend; ``dim`` the head_dim, see ``heads_together``. ROTATION of
     tiles that are not assigned is 0.
     """
     counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()

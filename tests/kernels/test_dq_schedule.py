@@ -38,10 +38,10 @@ from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
 def plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal=False):
     """(tiles as lists of numbers, first tile of each program, lock_values)"""
     flipped = blocks.transpose()
-    shape = blocks, flipped, q_partition(blocks, q_len), kv_partition(blocks, kv_len), 2, heads, kv_heads
+    shape = flipped, q_partition(blocks, q_len), kv_partition(blocks, kv_len), 2, heads, kv_heads
     made = schedule(*shape, programs or 5, programs > 0, kv_len - q_len if causal else None)
-    tiles = made.tiles.tolist()
-    return tiles[:made.number], [row[NEXT] for row in tiles[made.number + made.tail:]], lock_values(made, *shape) if programs else None
+    tiles, locks = made.tiles.tolist(), lock_values(made, blocks, *shape) if programs else None
+    return tiles[:made.number], [row[NEXT] for row in tiles[made.number + made.tail:]], locks
 
 
 def of(x, batch, head, heads):
@@ -175,7 +175,7 @@ def test_the_last_tiles_are_taken_the_longest_first(device, ordered):
     length, programs = 128 * 40, 6
     share = torch.arange(1, 41, device=device) / 41
     blocks = BlockLists.from_mask(torch.rand(2, 2, 40, 40, device=device) < share[torch.randperm(40, device=device)], 128, 128)
-    made = schedule(blocks, blocks.transpose(), q_partition(blocks, length), kv_partition(blocks, length), 2, 2, 2, programs, ordered)
+    made = schedule(blocks.transpose(), q_partition(blocks, length), kv_partition(blocks, length), 2, 2, 2, programs, ordered)
     iterations = made.tiles[:made.number, ITERATIONS.value].tolist()
     last = made.tiles[made.number:made.number + made.tail, NEXT.value].tolist()
     assert sorted(last) == list(range(made.number - made.tail, made.number)) and len(last) == LAST_TILES * programs
