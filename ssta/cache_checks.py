@@ -35,13 +35,13 @@ def checked_config(config: SSTAConfig) -> SSTAConfig:
     """
     if not isinstance(config, SSTAConfig):
         raise TypeError(f"config must be an SSTAConfig or None, got {type(config).__name__}")
-    for name, value, free in (("pad_type", config.pad_type, "none"), ("adaptive_pool", config.pool_cells, None),
-                              ("budget", config.budget, None)):
-        if value != free:
-            raise ValueError(f"{name} must be {free!r} in a cache, got {value!r}")
-    if config.selected_by == "sta" or config.scored_by == "importance":
-        raise ValueError("sparse_type must not be 'sta' nor sampling_type 'importance' in a cache, whose tiles come and go, got "
-                         f"{config.selected_by!r} and {config.scored_by!r}")
+    for of in (config, *[variant for _, variant in config._resolved]):
+        for name, value, free in (("pad_type", of.pad_type, "none"), ("adaptive_pool", of.pool_cells, None), ("budget", of.budget, None)):
+            if value != free:
+                raise ValueError(f"{name} must be {free!r} in a cache, got {value!r}")
+        if of.selected_by == "sta" or of.scored_by == "importance":
+            raise ValueError("sparse_type must not be 'sta' nor sampling_type 'importance' in a cache, whose tiles come and go, got "
+                             f"{of.selected_by!r} and {of.scored_by!r}")
     return config
 
 

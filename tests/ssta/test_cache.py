@@ -308,6 +308,7 @@ def test_a_call_that_raises_stores_nothing(name):
     (None, dict(window=0), "window"), (None, dict(window=6, sink=-1), "sink"), (None, dict(window=6, chunk=7), "6 frames, got 7"),
     (SSTAConfig((2, 2, 3), pad_type="zero"), dict(window=6), "pad_type"), (SSTAConfig((2, 2, 3), threshold=0.5), dict(window=6), "pool"),
     (SSTAConfig((2, 2, 3), sparse_type="sta"), dict(window=6), "sparse_type"), ("near", dict(window=6), "SSTAConfig"),
+    (SSTAConfig((2, 2, 3), variants=((3, dict(pad_type="zero")),)), dict(window=6), "pad_type"),
     (SSTAConfig((2, 2, 3), sampling_type="importance"), dict(window=6), "importance"), (None, dict(window=6, impl="cuda"), "impl"),
     (None, dict(window=6, scale=-1.0), "scale")])
 def test_settings_that_it_cannot_follow(config, options, message):
