@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class AllRows:
-    """Every row of ``tiles``: nothing is to be done.
+    """Every row of a layer's tiles: nothing is to be done.
 
     Args:
         returned: int64, the row of each token of the result, in its order.
@@ -27,7 +27,6 @@ class AllRows:
         slot_of_token, token_of_slot: the same of the slots of all rows.
     """
 
-    tiles: TileLayout
     returned: Tensor
     held: Tensor
     slot_of_token: Tensor
@@ -59,7 +58,7 @@ class AllRows:
 
 
 @dataclass(frozen=True, eq=False)
-class SomeRows:
+class SomeRows(AllRows):
     """n rows of a layer of P slots in T tiles; every tile stays a block, of as many rows as it has among these. The rest as ``AllRows``.
 
     Args:
@@ -69,11 +68,6 @@ class SomeRows:
         of_slot: int64 ``[P]``, the row of each slot, -1 = not of these.
     """
 
-    tiles: TileLayout
-    returned: Tensor
-    held: Tensor
-    slot_of_token: Tensor
-    token_of_slot: Tensor
     slots: Tensor
     offsets: Tensor
     before: Tensor
@@ -108,13 +102,10 @@ class SomeRows:
         return backend.take(x, index) if len(self.slots) else x.new_zeros(*x.shape[:2], len(index), x.shape[3])
 
 
-Rows = AllRows | SomeRows
-
-
 def all_rows(tiles: TileLayout, returned: tuple[tuple[int, int], ...] | None = None) -> AllRows:
     """returned: as ``LayerSpec`` has it."""
     slots = tiles.inverse if returned is None else torch.cat([tiles.inverse.narrow(0, first, count) for first, count in returned])
-    return AllRows(tiles, slots, tiles.returned, slots, tiles.returned)
+    return AllRows(slots, tiles.returned, slots, tiles.returned)
 
 
 @remember(64)
@@ -131,4 +122,4 @@ def some_rows(tiles: TileLayout, spans: tuple[tuple[int, int], ...]) -> SomeRows
     before[:tiles.num_video_tiles] = 0
     slot_of_token = torch.empty_like(slots).scatter(0, of_token, slots)
     token_of_slot = torch.full_like(of_slot, -1).scatter(0, slots, of_token)
-    return SomeRows(tiles, places.scatter(0, of_token, places), of_token, slot_of_token, token_of_slot, slots, offsets, before, of_slot)
+    return SomeRows(places.scatter(0, of_token, places), of_token, slot_of_token, token_of_slot, slots, offsets, before, of_slot)
