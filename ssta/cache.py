@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .attention import attend
 from .cache_checks import Kind, check_state, check_text, checked_config
-from .cache_op import Chunk, attend_chunk, compiling, keep_chunk, recorded, recount
+from .cache_op import Chunk, attend_chunk, compiling, keep_chunk, recount
 from .cached_layer import CachedLayer, Storage, cached_layer, plan_of
 from .checks import require_device, require_function, require_triple
 from .config import SSTAConfig
@@ -20,6 +20,7 @@ from .kernels.checks import autocast_inputs, require_bool, require_int, resolve_
 from .kernels.operators import on_device, refuse_forward_mode
 from .kernels.routing import require_impl
 from .ranks.cache import attend_between, own_heads
+from .ranks.world import recorded
 from .ring import Geometry, Ring, ring_of
 from .sequence import DenseRun, TokenLayout, VideoGrid
 from .spec import LayerSpec
@@ -259,7 +260,7 @@ class TileCache:
         if self.group is None:
             check_tensors(query, key, key, layout, layout)
         else:
-            _, heads, kv_heads = own_heads(query, key, layout, self.group)
+            heads, kv_heads = own_heads(query, key, layout, self.group)
             kind = kind._replace(heads=heads, kv_heads=kv_heads)
         self._fit(kind, thw, True).chunk(thw[0])
 

@@ -24,11 +24,6 @@ class Chunk(NamedTuple):
     known: list[Tensor]
 
 
-def recorded(*tensors: Tensor) -> bool:
-    """Whether a gradient is wanted of one of these."""
-    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
-
-
 def compiling() -> bool:
     """Whether a compiler traces."""
     return torch.compiler.is_compiling()

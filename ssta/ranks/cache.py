@@ -20,18 +20,10 @@ if TYPE_CHECKING:
 Text = tuple[Tensor, Tensor]
 
 
-def own_heads(query: Tensor, key: Tensor, layout: TokenLayout, group: ProcessGroup | DeviceMesh) -> tuple[Shards, int, int]:
-    """(how ranks share a chunk out; how many heads, and key heads, of their tensors this one has).
-
-    Raises:
-        TypeError, ValueError: what is wrong with the tensors, on all ranks.
-    """
-    def made() -> tuple[Shards, int, int]:
-        shards = Shards.of(group, layout, "all")
-        heads, kv_heads, _ = check_tensors(query, key, key, layout, layout, share=shards)
-        return shards, shards.deal_heads(heads, kv_heads)[shards.rank], shards.deal_heads(kv_heads)[shards.rank]
-
-    return said_to(group, made)
+def own_heads(query: Tensor, key: Tensor, layout: TokenLayout, group: ProcessGroup | DeviceMesh) -> tuple[int, int]:
+    """How many heads, and key heads, of tensors of a chunk this rank has; raises as ``attend_between``."""
+    shards, heads, kv_heads = _checked(query, key, key, layout, group)
+    return shards.deal_heads(heads, kv_heads)[shards.rank], shards.deal_heads(kv_heads)[shards.rank]
 
 
 def attend_between(query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text: Text | None, room: int,
@@ -47,14 +39,7 @@ def attend_between(query: Tensor, key: Tensor, value: Tensor, layout: TokenLayou
     Raises:
         TypeError, ValueError: what the ranks were not given alike, and what one of them refused.
     """
-    def made() -> tuple[Shards, int, int]:
-        shards = Shards.of(group, layout, "all")
-        heads, kv_heads, _ = check_tensors(query, key, value, layout, layout, share=shards)
-        if text is not None:
-            check_text(text, key, room)
-        return shards, heads, kv_heads
-
-    shards, heads, kv_heads = said_to(group, made)
+    shards, heads, kv_heads = _checked(query, key, value, layout, group, text, room)
     shards.agreed(("cache", *facts.values()), lambda: facts)
     if text is not None:
         first, last = shards.heads(kv_heads)
@@ -62,3 +47,16 @@ def attend_between(query: Tensor, key: Tensor, value: Tensor, layout: TokenLayou
     query, key, value = shards.to_heads(query, key, value, key_heads=kv_heads)
     out = attend(query, key, value, text)
     return shards.to_tokens(out, heads, key_heads=kv_heads)
+
+
+def _checked(query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, group: ProcessGroup | DeviceMesh, text: Text | None = None,
+             room: int = 0) -> tuple[Shards, int, int]:
+    """(how ranks share a chunk out, H, Hkv); what is wrong with the tensors is said on all ranks."""
+    def made() -> tuple[Shards, int, int]:
+        shards = Shards.of(group, layout, "all")
+        heads, kv_heads, _ = check_tensors(query, key, value, layout, layout, share=shards)
+        if text is not None:
+            check_text(text, key, room)
+        return shards, heads, kv_heads
+
+    return said_to(group, made)
