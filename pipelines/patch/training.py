@@ -263,29 +263,21 @@ def frozen_checkpoint(function: Any, *args: Any) -> Any:
     layers = [of for of in (getattr(part, "processor", None) for part in module.modules()) if isinstance(of, SSTAProcessor)]
 
     def both() -> tuple[AbstractContextManager, AbstractContextManager]:
-        states = {id(layer.context): (layer.context, layer.context.call) for layer in layers}
         kept = [(layer, KeptSelection()) for layer in layers]
-        return _with_selections(kept), _again(kept, list(states.values()))
+        return _with_selections(kept, []), _with_selections(kept, [(context, context.call) for context in _contexts(module)])
 
     # Lists that were kept are as long as they can be, which are other shapes than the forward's; that they are as many is still checked.
     return checkpoint(function, *args, use_reentrant=False, context_fn=both, determinism_check="none")
 
 
 @contextmanager
-def _with_selections(kept: list[tuple[SSTAProcessor, KeptSelection]]) -> Iterator[None]:
-    """Within it layers of this thread keep what they select, or attend to what was kept."""
-    with ExitStack() as stack:
-        for layer, selection in kept:
-            stack.enter_context(having(layer.holder, "frozen", selection))
-        yield
-
-
-@contextmanager
-def _again(kept: list[tuple[SSTAProcessor, KeptSelection]], states: list[tuple[ModelContext, CallState]]) -> Iterator[None]:
+def _with_selections(kept: list[tuple[SSTAProcessor, KeptSelection]], states: list[tuple[ModelContext, CallState]]) -> Iterator[None]:
+    """Within it this thread's forward has ``states`` again, and its layers keep what they select, or attend to what was kept."""
     with ExitStack() as stack:
         for context, state in states:
             stack.enter_context(context.resumed(state))
-        stack.enter_context(_with_selections(kept))
+        for layer, selection in kept:
+            stack.enter_context(having(layer.holder, "frozen", selection))
         yield
 
 
