@@ -45,14 +45,22 @@ class ComfyModel:
         width: its attribute that holds the channels of the video's queries, of all heads together.
         stacks: its lists of blocks, in the order in which they run; each block has one self-attention over the video.
         joint: whether text is part of that sequence. Then a mask over it is taken.
-        sequence: ``sequence(model, call)`` is that sequence, or says why it cannot be known or is no video.
+        around: ``around(model, x, call)`` is that sequence, x being the video's latent, or says why it cannot be known or is no video.
     """
 
     name: str
     width: str
     stacks: tuple[str, ...]
     joint: bool
-    sequence: Callable[[Any, Call], Sequence | str]
+    around: Callable[[Any, Any, Call], Sequence | str]
+
+    def sequence(self, model: Any, call: Call) -> Sequence | str:
+        """What self-attention is over in a call; or why that cannot be known or is no video."""
+        # With sound the video is the first of two latents.
+        x = call["x"][0] if isinstance(call["x"], (list, tuple)) else call["x"]
+        if x.ndim != 5:
+            return f"its latent is {tuple(x.shape)}, which is no video [batch, channels, t, h, w]"
+        return self.around(model, x, call)
 
     def block_names(self, model: Any) -> list[str]:
         """Dotted names of the blocks."""
@@ -78,12 +86,6 @@ def _patches(size: Any, patch: Any, *, padded: bool) -> tuple[int, int, int]:
     return t, h, w
 
 
-def _not_video(x: Any) -> str | None:
-    if x.ndim != 5:
-        return f"its latent is {tuple(x.shape)}, which is no video [batch, channels, t, h, w]"
-    return None
-
-
 def _sequence(before: list[int], thw: tuple[int, int, int], after: list[int], droppable: int = 0,
               across: tuple[int, ...] = ()) -> Sequence | str:
     """Dense runs around a video, unless there is none; ``across`` are the tokens that cross-attention goes to."""
@@ -96,12 +98,9 @@ def _sequence(before: list[int], thw: tuple[int, int, int], after: list[int], dr
     return found
 
 
-def _wan(model: Any, call: Call) -> Sequence | str:
+def _wan(model: Any, x: Any, call: Call) -> Sequence | str:
     """[a reference image | video, with what is appended to it in time | references in context], padded to whole patches."""
-    x, clip = call["x"], call.get("clip_fea")
-    wrong = _not_video(x)
-    if wrong is not None:
-        return wrong
+    clip = call.get("clip_fea")
     t, h, w = _patches(x.shape, model.patch_size, padded=True)
     if call.get("time_dim_concat") is not None:
         t += _patches(call["time_dim_concat"].shape, model.patch_size, padded=True)[0]
@@ -113,13 +112,10 @@ def _wan(model: Any, call: Call) -> Sequence | str:
     return _sequence([before], (t, h, w), after, across=across)
 
 
-def _hunyuan_video(model: Any, call: Call) -> Sequence | str:
+def _hunyuan_video(model: Any, x: Any, call: Call) -> Sequence | str:
     """[text | video] since HunyuanVideo 1.5 came to ComfyUI, [video | text] before, which its blocks say; a reference stands before the
     video. Text is [vision | glyphs | words] or [words | glyphs]."""
-    wrong = _not_video(call["x"])
-    if wrong is not None:
-        return wrong
-    thw = _patches(call["x"].shape, model.patch_size, padded=False)
+    thw = _patches(x.shape, model.patch_size, padded=False)
     text, glyphs, vision, reference = call["context"].shape[1], call.get("txt_byt5"), call.get("clip_fea"), call.get("ref_latent")
     if glyphs is not None and getattr(model, "byt5_in", None) is not None:
         text += glyphs.shape[1]
@@ -131,13 +127,9 @@ def _hunyuan_video(model: Any, call: Call) -> Sequence | str:
     return _sequence([text, before], thw, [])
 
 
-def _ltx(model: Any, call: Call) -> Sequence | str:
-    """[video | guiding frames], of which the model may leave out some tokens. With sound the video is the first of two latents."""
-    x, guides = call["x"], call.get("keyframe_idxs")
-    x = x[0] if isinstance(x, (list, tuple)) else x
-    wrong = _not_video(x)
-    if wrong is not None:
-        return wrong
+def _ltx(model: Any, x: Any, call: Call) -> Sequence | str:
+    """[video | guiding frames], of which the model may leave out some tokens."""
+    guides = call.get("keyframe_idxs")
     t, h, w = _patches(x.shape, model.patchifier.patch_size, padded=False)
     guiding, across = 0 if guides is None else guides.shape[2], (call["context"].shape[1],)
     frames, rest = divmod(guiding, h * w)
