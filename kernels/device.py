@@ -32,10 +32,6 @@ class DeviceLimits:
         """Whether warps go on while a product is computed."""
         return self.products != "mma"
 
-    def five_stages(self, head_dim: int) -> bool:
-        """Whether five stages of 64 keys fit beside 128 rows, through TMA."""
-        return self.tma and self.shared_memory >= HOPPER_SHARED_MEMORY and head_dim <= 128
-
 
 def asked_once(function: Callable[[Key], Answer]) -> Callable[[Key], Answer]:
     """``function`` of a plain value, such as a GPU's number, whose answers are kept, and are constants to a compiler, which does not look

@@ -10,7 +10,7 @@ takes them, or makes them by the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,9 +127,3 @@ def covariances_wait(q: Tensor, k: Tensor, num_blocks: int) -> bool:
     """Whether there is room for the covariances of blocks from the estimate to the merge."""
     entries = k.shape[0] * k.shape[1] * num_blocks * k.shape[3]**2
     return 2 * entries <= WAITING_ROOM * q.numel() * q.element_size()
-
-
-def own_product(kernel: Callable[..., None] | None, units: int) -> Callable[..., None] | None:
-    """Hopper's kernel of products where it is faster than cuBLAS, which takes kernels for Ampere where the number of units is no multiple
-    of 8. Else None."""
-    return kernel if units % 8 else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..device import DeviceLimits
+from ..device import HOPPER_SHARED_MEMORY, DeviceLimits
 from ..lowering.quick_launch import FUSED
 from .measured import measured
 
@@ -91,7 +91,8 @@ def dq_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) 
     less than 64 x 64 with 4 warps in three, of 55 for the whole backward.
     """
     best = _best("dq", head_dim, limits)
-    if kv_block <= 64 and q_block >= 128 and limits.five_stages(head_dim):
+    # Five stages of 64 keys fit beside 128 rows.
+    if kv_block <= 64 and q_block >= 128 and head_dim <= 128 and limits.tma and limits.shared_memory >= HOPPER_SHARED_MEMORY:
         best = LaunchConfig(128, 64, 8, 5)
     return _fit(best, head_dim, q_block, kv_block, limits, stationary=2, transposed=1)
 

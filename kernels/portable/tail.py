@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..lowering.inputs import loaded, strided
 from ..lowering.plans import Plan, Plans
-from ..tail import CAP, USELESS, BlockEstimates, Blocks, KeyStatistics, by_kv_head, covariances_wait, own_product, sampled_queries
+from ..tail import CAP, USELESS, BlockEstimates, Blocks, KeyStatistics, by_kv_head, covariances_wait, sampled_queries
 from . import coded, tail_order, tail_rows, tail_statistics
 from .tail_groups import evenly, head_groups, mean_bytes, of_group
 
@@ -57,10 +57,11 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
              known: KeyStatistics | None = None, *, kernel: Callable[..., None] | None = None,
              variances: Callable[..., None] | None = None, masses: Callable[..., None] = tail_rows.sampled_mass) -> BlockEstimates:
     """``estimate`` of ``eager/tail.py``. ``kernel``: as of ``key_statistics``; it is taken where there is room for covariances to wait.
-    ``variances``: ``hopper_half_variances``, which ``own_product`` takes where it is faster than torch's.
+    ``variances``: ``hopper_half_variances``, for numbers of units for which it is faster than cuBLAS.
     ``masses``: ``hopper_mass`` or the portable kernel."""
     q, judge = strided(q), useful is None
-    seeing = own_product(variances, kv_blocks[1] * parts) or _half_variances, masses
+    # cuBLAS takes kernels for Ampere where the number of units is no multiple of 8.
+    seeing = variances if variances is not None and kv_blocks[1] * parts % 8 else _half_variances, masses
     if known is not None:
         if known.scales is not None:
             seeing = coded.half_variances, masses

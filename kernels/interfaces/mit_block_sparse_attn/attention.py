@@ -10,7 +10,7 @@ from ...checks import INTEGERS, check_tensor, check_token_inputs, require_bool, 
 from ...token_lists import Packed
 from ..packed import packed_blocks
 from .patterns import BLOCK, Sequences, masked
-from .token_streaming import attend_partly_seen, without_gradient
+from .token_streaming import WithoutGradient, attend_partly_seen
 
 
 def block_sparse_attn_func(
@@ -97,7 +97,7 @@ def block_sparse_attn_func(
     scale = resolve_scale(softmax_scale, q.shape[2])
     out, lse = block_sparse_attention(*inputs, blocks, scale=scale, causal=is_causal, return_lse=True, deterministic=deterministic)
     if partly is not None and streaming_info is not None:
-        out, lse = without_gradient(*attend_partly_seen(*inputs, out, lse, sequences, partly, streaming_info, scale), *inputs)
+        out, lse = WithoutGradient.apply(*attend_partly_seen(*inputs, out, lse, sequences, partly, streaming_info, scale), *inputs)
     out, lse = out[0].transpose(0, 1), lse[0].T
     if moved:
         row, there = sequences.rows_of_queries(packed)

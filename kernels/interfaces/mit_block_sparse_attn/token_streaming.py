@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -58,12 +56,9 @@ def _of_heads(cut: Cut, heads: int, tokens: int) -> Cut:
     return Cut((cut.starts + before).flatten(0, 1), cut.lengths.repeat(heads, 1))
 
 
-def without_gradient(*tensors: Any) -> tuple[Tensor, ...]:
-    """The first two as they are; a backward through them to the others raises."""
-    return _NoGradient.apply(*tensors)
+class WithoutGradient(torch.autograd.Function):
+    """The first two tensors as they are; a backward through them to the others raises."""
 
-
-class _NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out, lse, *inputs):
         return out, lse
