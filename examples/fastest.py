@@ -61,6 +61,9 @@ def device_of(options: argparse.Namespace) -> torch.device:
 
 def run(arguments: list[str]) -> Path:
     """Runs the command line; returns the file of the video."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        # The switches of all models are the same.
+        arguments = ["wan", *arguments]
     if not arguments or arguments[0] not in MODELS:
         fail(f"the first argument must be one of {', '.join(MODELS)}, got {arguments[0] if arguments else 'none'}")
     example = getattr(importlib.import_module(arguments[0]), arguments[0].upper())

@@ -146,6 +146,17 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--tiny", action="store_true", help="a transformer that a CPU can run")
     parser.add_argument("--output", type=Path, default=Path("video.mp4"), help="with --model: file to write")
     options = parser.parse_args(arguments)
+    for name, each in (("chunks", 1), ("frames", 1), ("window", 1), ("height", 16), ("width", 16)):
+        if (came := getattr(options, name)) < each or came % each:
+            parser.error(f"--{name} must be at least {each}{' and a multiple of it' if each > 1 else ''}, got {came}")
+    try:
+        return run(options)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+def run(options: argparse.Namespace) -> float:
+    """What the command line asks for."""
     gpu = torch.cuda.is_available()
     if not (gpu or options.tiny):
         sys.exit("a CUDA GPU is needed for a model of this size; --tiny runs on a CPU")

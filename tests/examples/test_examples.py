@@ -171,4 +171,9 @@ def test_streaming_through_a_cache_of_density_1_is_dense(monkeypatch, capsys):
     torch.testing.assert_close(whole, dense, atol=1e-5, rtol=1e-5)
     assert not torch.equal(some, dense) and (some - dense).norm() < 0.1 * dense.norm()
     assert "sparse: " in capsys.readouterr().out
+    for options, message in ((["--height", "60"], "--height must be at least 16 and a multiple of it, got 60"),
+                             (["--chunks", "0"], "--chunks must"), (["--density", "2"], "error: density must")):
+        with pytest.raises(SystemExit) as stopped:
+            streaming.main([*size, *options])
+        assert message in f"{stopped.value} {capsys.readouterr().err}"
     sys.modules.pop("streaming")

@@ -242,6 +242,9 @@ def test_the_script_takes_each_switch(recipe, lora, monkeypatch, capsys, tmp_pat
     assert "transformer.blocks.1.attn1" in capsys.readouterr().out
     fastest.run(["wan", *size, "--dense"])
     assert [video.shape for video in written] == [(9, 3, 96, 128)] * 2 and "blocks" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="^0$"):
+        fastest.run(["--help"])
+    assert "--quantize" in capsys.readouterr().out
     for arguments, message in ((["van"], "the first argument must be one of wan, .* got van"),
                                (["wan", *size, "--cache", "mag"], "cache 'mag' needs cache_options"),
                                (["hunyuan_video_15", *size, "--cache", "first-block"], "'taylor' takes any")):
