@@ -52,7 +52,8 @@ FAULTS = (
           ("tests/kernels/test_numerics.py::test_scores_far_above_those_of_the_first_chunk",)),
     Fault("torch: query heads share the wrong key head", "kernels/eager/steps.py",
           "sequence // (heads // kv_heads) * kv_len", "sequence % kv_heads * kv_len", AGAINST_FLOAT64),
-    Fault("torch: lists leave out the first block", "kernels/eager/steps.py", "(indices >= 0)", "(indices > 0)", AGAINST_FLOAT64),
+    Fault("torch: lists leave out the first block", "kernels/eager/steps.py",
+          "    listed = in_range(", "    listed = (indices > 0) & in_range(", AGAINST_FLOAT64),
 
     # Its gradients
     Fault("portable: dK without delta", "kernels/portable/backward.py",
@@ -127,7 +128,8 @@ FAULTS = (
           " + scale * rows.join(rows.cut(queries) @ matrix)\n", "\n", GATE),
     Fault("gate: the mixture without damping", "kernels/eager/tail.py",
           " * (CAP / half_variance.clamp(min=1e-6)).clamp(max=1).sqrt()", "", GATE),
-    Fault("gate: a list loses its first block", "kernels/eager/steps.py", "(indices >= 0)", "(indices > 0)", GATE),
+    Fault("gate: a list loses its first block", "kernels/eager/steps.py",
+          "    listed = in_range(", "    listed = (indices > 0) & in_range(", GATE),
 
     # What the compiler makes of kernels, and who waits for whom
     Fault("launches: tiles are reckoned at half their bytes", "kernels/portable/config.py",
