@@ -56,8 +56,7 @@ def _forward_kernel(q_desc, k_desc, v_desc, k_pieces, v_pieces, out_desc, lse, q
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, CHUNK, D], v_desc.layout)
     tiles = gl.allocate_shared_memory(gl.int32, [2 * FIELDS + (2 if PIECES > 1 else 0), 1], word)
     again = gl.allocate_shared_memory(gl.int32, [2, 1], word)
-    tile_full, tile_free, walked, q_full, v_zeroed = (
-        barrier_ring(2), barrier_ring(2), barrier_ring(2), barrier_ring(Q_TILES * WARPGROUPS), barrier_ring(1))
+    tile_full, tile_free, q_full = barrier_ring(2), barrier_ring(2), barrier_ring(Q_TILES * WARPGROUPS)
     k_full, v_full, done = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
     # One arrival where the loading warp or TMA announces; one of each warpgroup where all of them must be done.
     ring_init(tile_full, 1)
@@ -66,8 +65,14 @@ def _forward_kernel(q_desc, k_desc, v_desc, k_pieces, v_pieces, out_desc, lse, q
     ring_init(v_full, 1)
     ring_init(tile_free, WARPGROUPS)
     ring_init(done, WARPGROUPS)
-    ring_init(v_zeroed, WARPGROUPS)
-    ring_init(walked, WARPGROUPS)
+    # Rings that nobody would use are no rings, see ring_init.
+    v_zeroed, walked = k_full, k_full
+    if CAUSAL:
+        v_zeroed = barrier_ring(1)
+        ring_init(v_zeroed, WARPGROUPS)
+    if dtype == gl.bfloat16:
+        walked = barrier_ring(2)
+        ring_init(walked, WARPGROUPS)
     # TMA must see the barriers before it signals them.
     fence_async_shared()
 
