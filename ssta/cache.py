@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .attention import attend
 from .cache_checks import Kind, check_state, check_text, checked_config
-from .cache_op import Chunk, attend_chunk, compiling, keep_chunk, recount
-from .cached_layer import CachedLayer, Storage, cached_layer, plan_of
+from .cache_memory import Memory
+from .cache_op import attend_chunk, compiling, keep_chunk, recount
 from .checks import require_device, require_function, require_triple
 from .config import SSTAConfig
 from .inputs import check_tensors
@@ -21,7 +21,7 @@ from .kernels.operators import on_device, refuse_forward_mode
 from .kernels.routing import require_impl
 from .ranks.cache import attend_between, own_heads
 from .ranks.world import recorded
-from .ring import Geometry, Ring, ring_of
+from .ring import Geometry
 from .sequence import DenseRun, TokenLayout, VideoGrid
 from .spec import LayerSpec
 
@@ -44,74 +44,6 @@ class Contents(NamedTuple):
     key: Tensor
     value: Tensor
     segments: tuple[VideoGrid | DenseRun, ...]
-
-
-class _Memory:
-    """What a cache holds, for chunks of one kind of tensors.
-
-    Attributes:
-        geometry: where frames lie.
-        spec: of the layer for the longest chunk; its kv_layout is what is held.
-        raw_sink: the sink's keys without positions; None where keys come with them, and without a sink.
-        chunks: what calls need, by the frames of their chunk.
-    """
-
-    def __init__(self, geometry: Geometry, spec: LayerSpec, batch: int, rotary: bool) -> None:
-        self.geometry, self.spec, self.chunks = geometry, spec, dict[int, Chunk]()
-        tokens = geometry.sink * geometry.frame
-        # A tensor made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False), torch.no_grad(), on_device(torch.empty(0, device=spec.device)):
-            self.storage: Storage = self.layer.new(batch)
-            self.raw_sink = self.storage.k.new_zeros(batch, spec.kv_heads, tokens, spec.head_dim) if rotary and tokens else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "storage": self.storage.tensors}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        # A pickle does not know which tensors are parts of others.
-        self.storage = self.layer.storage(state["storage"])
-
-    @property
-    def kind(self) -> Kind:
-        k = self.storage.k
-        return Kind(k.shape[0], self.spec.heads, k.shape[1], k.shape[3], k.dtype, k.device)
-
-    @property
-    def layer(self) -> CachedLayer:
-        return cached_layer(plan_of(self.geometry, self.spec), self.spec.device)
-
-    @property
-    def ring(self) -> Ring:
-        return ring_of(self.geometry, self.spec.device)
-
-    def spec_of(self, frames: int) -> LayerSpec:
-        """For a chunk of so many frames; a window is that of the longest."""
-        spec, config = self.spec.of_thw(self.geometry.thw(frames)), self.spec.config
-        shorter = frames < self.geometry.chunk and config.selected_by == "ssta"
-        return spec._replace(config=replace(config, sparse_type="block_attn")) if shorter else spec
-
-    def chunk(self, frames: int) -> Chunk:
-        """What calls for a chunk of so many frames need."""
-        found = self.chunks.get(frames)
-        if found is None:
-            plan = plan_of(self.geometry, self.spec_of(frames))
-            with torch.inference_mode(False), torch.no_grad(), on_device(self.storage.k):
-                found = self.chunks[frames] = Chunk(plan, cached_layer(plan, self.spec.device).known(self.storage))
-        return found
-
-    def put_text(self, key: Tensor, value: Tensor) -> None:
-        ring, storage = self.ring, self.storage
-        with torch.no_grad():
-            for x, own in ((key, storage.k), (value, storage.v)):
-                ring.tokens(own)[3].narrow(2, 0, x.shape[2]).copy_(x)
-            storage.counts.text.fill_(key.shape[2])
-            for chunk in self.chunks.values():
-                ring.count_text(chunk.known[0], key.shape[2])
-
-    def text(self) -> list[Tensor]:
-        """Room for text: keys, values, and how many tokens there are."""
-        return [*[self.ring.tokens(x)[3] for x in (self.storage.k, self.storage.v)], self.storage.counts.text]
 
 
 class TileCache:
@@ -169,7 +101,7 @@ class TileCache:
                              f"{self.window}")
         if self._most is not None and self._most > self.window:
             raise ValueError(f"chunk must be at most the window's {self.window} frames, got {self._most}")
-        self._memory: _Memory | None = None
+        self._memory: Memory | None = None
         self._first = 0
         self._kept = 0
 
@@ -376,7 +308,7 @@ class TileCache:
             config = replace(config, density=None, compensation="none", compensation_parts=1, sampling_type=None)
         return attend(query, key, value, layout, config, kv_layout=kv_layout, scale=self.scale, impl=self.impl).out
 
-    def _fit(self, came: Kind, thw: tuple[int, int, int], keep: bool) -> _Memory:
+    def _fit(self, came: Kind, thw: tuple[int, int, int], keep: bool) -> Memory:
         """The memory, which a chunk fits; takes it where there is none for such a chunk and nothing would be lost.
 
         Raises:
@@ -417,7 +349,7 @@ class TileCache:
         """Where frames lie where the longest chunk is of ``thw`` tokens."""
         return Geometry.of(*thw, self.config.for_canvas(thw).tile_thw, self.window, self.sink, self.text)
 
-    def _made(self, kind: Kind, geometry: Geometry) -> _Memory:
+    def _made(self, kind: Kind, geometry: Geometry) -> Memory:
         """Memory that holds nothing."""
         if compiling():
             raise ValueError("the cache must have its memory before a compiler sees it, got none for such tensors; cache.allocate(query, "
@@ -429,7 +361,7 @@ class TileCache:
         config = SSTAConfig(geometry.tile) if config.density == 1 else replace(config, tile_thw=geometry.tile)
         spec = LayerSpec(TokenLayout.video_text(thw), geometry.kv_layout, config, resolve_scale(self.scale, dim), dtype, device, heads,
                          kv_heads, dim, self.impl, True, False)
-        memory = _Memory(geometry, spec, batch, self.rotary is not None)
+        memory = Memory(geometry, spec, batch, self.rotary is not None)
         if memory.raw_sink is not None:
             # What cannot move a sink says so before anything is stored.
             with torch.no_grad():

@@ -260,6 +260,14 @@ def test_a_compiler_sees_one_graph_for_all_chunks(config):
         assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
 
 
+def test_a_compiler_is_told_of_chunks_that_the_cache_does_not_know():
+    cache = TileCache(SSTAConfig(tile_thw=(2, 2, 2), density=0.5), window=4, chunk=2)
+    x = torch.randn(1, 2, 16, 16)
+    cache.allocate(x.repeat(1, 1, 2, 1), x.repeat(1, 1, 2, 1), (2, 4, 4))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"chunks of 1 frames before a compiler sees one; cache.allocate\("):
+        torch.compile(lambda x: cache.attend(x, x, x, (1, 4, 4), keep=False), backend="eager", fullgraph=True)(x)
+
+
 def test_it_has_no_more_than_it_says():
     cache = TileCache(SSTAConfig((3, 8, 16), density=0.25), window=12, sink=3)
     assert cache.nbytes == 0 and "0 frames" in repr(cache)
