@@ -61,12 +61,16 @@ class Age:
     def fresh(self) -> bool:
         return self.changed == ()
 
-    def __str__(self) -> str:
+    @property
+    def brief(self) -> str:
+        """Without the folders."""
         if self.changed is None:
             return f"Unknown: whether code under these rows changed since commit {self.commit}, which git does not have here"
-        folders = Counter(str(Path(path).parent) for path in self.changed).most_common()
-        return (f"Stale: {len(self.changed)} file{'s' * (len(self.changed) > 1)} under these rows changed since commit {self.commit} ("
-                + ", ".join(f"{folder} {number}" for folder, number in folders) + ")")
+        return f"Stale: {len(self.changed)} file{'s' * (len(self.changed) > 1)} under these rows changed since commit {self.commit}"
+
+    def __str__(self) -> str:
+        folders = Counter(str(Path(path).parent) for path in self.changed or ()).most_common()
+        return self.brief + (f" ({', '.join(f'{folder} {number}' for folder, number in folders)})" if folders else "")
 
 
 def ages(name: str, rows: Sequence[Row], tree: Path = ROOT) -> list[Age]:

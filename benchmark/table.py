@@ -114,8 +114,7 @@ def print_stale(results: Path) -> list[str]:
 
 def stale_line(name: str, rows: list[Row]) -> str:
     """What stands below a table of ``rows`` of the CSV ``name`` where they are stale, or may be; in which folders, --check prints."""
-    ages = [str(age).partition(" (")[0] for age in staleness.ages(name, rows) if not age.fresh]
-    return "".join([re.sub(r"^(\w+)", r"**\1**", f"{age}.\n") for age in ages])
+    return "".join(re.sub(r"^(\w+)", r"**\1**", f"{age.brief}.\n") for age in staleness.ages(name, rows) if not age.fresh)
 
 
 def draw(results: Path, sources: Iterable[str] = ()) -> None:
