@@ -249,9 +249,8 @@ class TileCache:
         memory = self._memory
         if memory is None:
             return {}
-        raw = {} if memory.raw_sink is None else {"raw_sink": memory.raw_sink}
-        return {"key": memory.storage.k, "value": memory.storage.v, **raw, **memory.storage.counts._asdict(),
-                "geometry": tuple(memory.geometry), "heads": memory.spec.heads, "first": self._first, "number": self._kept}
+        return {**memory.state, "geometry": tuple(memory.geometry), "heads": memory.spec.heads, "first": self._first,
+                "number": self._kept}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str | None = None) -> None:
         """Takes over what ``state_dict`` of a cache with these settings gave.
@@ -272,13 +271,11 @@ class TileCache:
             raise ValueError(f"state must be of a cache with {wanted}, got {found}")
         device = key.device if device is None else require_device("device", device)
         memory = self._made(Kind(key.shape[0], state["heads"], key.shape[1], key.shape[3], key.dtype, device), found)
-        raw = {} if memory.raw_sink is None else {"raw_sink": memory.raw_sink}
-        room = {"key": memory.storage.k, "value": memory.storage.v, **raw, **memory.storage.counts._asdict()}
-        for name, own in room.items():
+        for name, own in memory.state.items():
             if not isinstance(x := state[name], Tensor) or x.shape != own.shape:
                 raise ValueError(f"state[{name!r}] must be a Tensor of shape {tuple(own.shape)}, got {getattr(x, 'shape', x)}")
         with torch.no_grad(), on_device(memory.storage.k):
-            for name, own in room.items():
+            for name, own in memory.state.items():
                 own.copy_(state[name])
             memory.layer.describe_pages(memory.storage, memory.ring.order)
         self._memory = memory

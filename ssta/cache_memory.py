@@ -55,6 +55,12 @@ class Memory:
     def ring(self) -> Ring:
         return ring_of(self.geometry, self.spec.device)
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """All that is not known from something else, by name; these tensors themselves."""
+        raw = {} if self.raw_sink is None else {"raw_sink": self.raw_sink}
+        return {"key": self.storage.k, "value": self.storage.v, **raw, **self.storage.counts._asdict()}
+
     def spec_of(self, frames: int) -> LayerSpec:
         """For a chunk of so many frames; a window is that of the longest."""
         spec, config = self.spec.of_thw(self.geometry.thw(frames)), self.spec.config
