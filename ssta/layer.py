@@ -104,11 +104,12 @@ class Ran:
         held: the tensors in which all else is.
         find: ``held -> Found``, called when somebody asks, and by a backward with what autograd has saved of held; holds no tape.
         means: as of ``LayerResult``.
+        planned: the plan that ran, if one did.
     """
 
     def __init__(self, out: Tensor, route: Route | None, held: Sequence[Tensor | None], find: Callable[[Sequence[Any]], Found],
-                 means: tuple[Tensor, ...] = ()) -> None:
-        self.out, self.route, self.held, self.find, self.means = out, route, held, find, means
+                 means: tuple[Tensor, ...] = (), planned: Planned | None = None) -> None:
+        self.out, self.route, self.held, self.find, self.means, self.planned = out, route, held, find, means, planned
         self._found: Found | None = None
 
     @classmethod
@@ -153,11 +154,12 @@ class Layer:
         self._routes: dict[tuple, Route] = Kept(64)
         self._constants: dict[int, Tensor] = {}
         self._whole: Plans | None = None
+        self._whole_backward: Plans | None = None
         # Where kernels do everything, all steps are planned as one. Heads that other ranks have, some rows and means are computed by torch;
         # and padded, what is brought into tiles would find no room where the result is going to lie.
         torchs = config.holds_functions or spec.peers or spec.rows or spec.means
         if not torchs and self.tiles.num_slots == spec.layout.length:
-            self._whole = self.backend.plans(self._write)
+            self._whole, self._whole_backward = self.backend.plans(self._write), self.backend.plans(self._write_backward)
 
     def run(self, q: Input | Sent | Tiled, k: Input | Sent | None = None, v: Input | Sent | None = None,
             text_mask: TextMask | Tensor | None = None, selection: Selection | None = None, *, keep_scores: bool = False,
@@ -200,7 +202,7 @@ class Layer:
         if not self.spec.recorded:
             # Of these nothing is asked for again.
             held[:len(own)] = [None] * len(own)
-        return Ran(out, planned.note, held, partial(self._found, planned))
+        return Ran(out, planned.note, held, partial(self._found, planned), planned=planned)
 
     def _write(self, plan: Plan, xs: Sequence[Any], left: Sequence[Any]) -> Route | None:
         """The plan of a run."""
@@ -212,9 +214,12 @@ class Layer:
         # A tape goes with the backward, and what is known of a selection may stay.
         plan.keep(*ran.held[:_KNOWN])
         plan.keep(*ran.held[_KNOWN:])
-        # They live as long as the layer, because a captured graph, which may hold it, reads them after the plan is gone.
-        self._constants.update({id(x): x for x in plan.constants})
+        self._keep_constants(plan)
         return ran.route
+
+    def _keep_constants(self, plan: Plan) -> None:
+        """They live as long as the layer, because a captured graph, which may hold it, reads them after the plan is gone."""
+        self._constants.update({id(x): x for x in plan.constants})
 
     def _found(self, planned: Planned, held: Sequence[Tensor]) -> Found:
         """What a planned run has found."""
@@ -343,6 +348,21 @@ class Layer:
             return out
         return self.backend.take(out, self.rows.slot_of_token if self.estimates else self.rows.returned)
 
+    def planned_backward(self, planned: Planned | None, held: Sequence[Tensor], dout: Tensor) -> list[Tensor] | None:
+        """``backward`` as one plan, of what a run as one plan has ``held``; None where that is not possible."""
+        if planned is None or self._whole_backward is None or any([x.data_ptr() % 16 for x in (dout, *held)]):
+            return None
+        found = self._whole_backward.planned((dout, *held), (), planned)
+        return None if isinstance(found, Unplanned) else found(dout, *held)
+
+    def _write_backward(self, plan: Plan, xs: Sequence[Tensor], _: Sequence[Any], planned: Planned) -> None:
+        """The plan of a backward."""
+        dout, *held = xs
+        found = self._found(planned, held)
+        assert found.tape is not None, "the layer was recorded"
+        plan.results += self.backward(found.tape, dout, found.selection.blocks)
+        self._keep_constants(plan)
+
     def backward(self, tape: Tape, dout: Tensor, blocks: BlockLists, dmeans: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v, in the orders of the layouts; the steps of ``run`` in reverse.
 
@@ -361,7 +381,9 @@ class Layer:
             dout = backend.take(dout, rows.held) if self.moves or spec.rows is not None else dout
         else:
             dout, dlse, *of_tail = self._combine_backward(tape, rows.of_tokens(backend, dout))
-        flipped = lists.transpose() if route.needs_transpose else None
+        if dout.is_meta and not route.planned_backward:
+            raise Unplanned("these kernels' backward is no part of a plan")
+        flipped = lists.transpose() if route.needs_transpose and not dout.is_meta else None
         dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, flipped, spec.scale, False, spec.deterministic)
         dq = rows.to_slots(backend, dq)
         if of_tail is not None:

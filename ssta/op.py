@@ -134,7 +134,7 @@ class _Recorded(torch.autograd.Function):
             ran = layer.run(query, key, value, text_mask, selection)
         # The lists are saved too, so that writing to them before the backward is an error.
         ctx.save_for_backward(query, key, value, *ran.held)
-        ctx.layer, ctx.find, ctx.blocks = layer, ran.find, None
+        ctx.layer, ctx.find, ctx.planned, ctx.blocks = layer, ran.find, ran.planned, None
         kept.append(ran)
         return ran.out, *ran.means
 
@@ -142,10 +142,16 @@ class _Recorded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout: Tensor, *dmeans: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *held = ctx.saved_tensors
+        seen = watched(dout, *dmeans)
+        if not seen:
+            with on_device(dout):
+                grads = ctx.layer.planned_backward(ctx.planned, held, dout)
+            if grads is not None:
+                return *grads, None, None, None, None
         selection, _, tape = ctx.find(held)
         # They know their transpose, for another backward.
         blocks = ctx.blocks = ctx.blocks or selection.blocks
-        if watched(dout, *dmeans):
+        if seen:
             grads = _layer_backward(dout, query, key, value, blocks.counts, blocks.indices, blocks.kv_lengths, *(dmeans or (None,) * 3),
                                     *tape, ctx.layer.spec.text)
         else:

@@ -7,7 +7,10 @@ must be deterministic, it adds in the order that dq_schedule gives, held by a se
 warp waits for the turns to come, and two move the semaphores on when additions are written. The first stores what others add to.
 """
 
-import torch
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,13 +19,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
-from ..lowering.chunks import Partition, kv_partition, q_partition, shared_strides
+from ..lowering.chunks import Listed, Partition, kv_partition, q_partition, shared_strides
 from ..lowering.dq_accum import KEYS, QUERIES, backward_postprocess, backward_preprocess
 from ..lowering.dq_schedule import FIELDS, NEXT, ROWS, lock_values, schedule
 from ..lowering.inputs import loaded, strided
+from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, Tiles, fit
 from ..lowering.tma import tma_tiles
+from ..lowering.transposed import transposed_lists
 from .backward_iterator import Lists
 from .backward_partitions import Gradient, announce_dq, compute_dk_dv, compute_dq, load, wait_turn
 from .backward_smem import Work
@@ -135,50 +140,65 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
 
 
 def hopper_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists, flipped: BlockLists,
-    scale: float, causal: bool, deterministic: bool,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
+    flipped: BlockLists | None, scale: float, causal: bool, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); head_dim 64 or 128. ``flipped`` is ``blocks.transpose()``.
+    """(dq, dk, dv); head_dim 64 or 128. ``flipped`` is ``blocks.transpose()``, or None: then it is made by the way.
 
     With ``deterministic`` the programs add to dQ in one order (a semaphore), else when they come (non-deterministic dQ), and dQ's last bits
     differ from run to run, over key blocks of up to KEYS tokens those of dK and dV too. So dQ's may where a deterministic backward waited
     too long; ``spin_timeouts`` counts that.
     """
-    q, k, v, dout = map(loaded, (q, k, v, dout))
-    out = strided(out)
-    batch, heads, q_len, dim = q.shape
-    kv_heads, kv_len = k.shape[1], k.shape[2]
-    queries, keys = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
-    # Ragged blocks need not cover every row.
-    dq = torch.empty_like(q) if queries.covers else torch.zeros_like(q)
-    dk, dv = (torch.empty_like(x) if keys.covers else torch.zeros_like(x) for x in (k, v))
-    if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    programs = multiprocessors(q.device)
-    shape = constants(dim, deterministic)
-    plan = schedule(flipped, queries, keys, batch, heads, kv_heads, programs, deterministic, kv_len - q_len if causal else None, dim)
-    accum = backward_preprocess(dout, dlse, out, lse, scale, queries, deterministic)
-    locks = lock_values(plan, blocks, flipped, queries, keys, batch, heads, kv_heads) if deterministic else plan.tiles
-    counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
-    numbers = (*dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
-               plan.width, heads // kv_heads, heads, keys.number, -(-keys.length // KEYS), q_len, queries.length, accum.number,
-               kv_len - q_len, plan.number, plan.tail)
-    fixed = dict(UNIFORM=queries.uniform, PARTIAL_QUERIES=_has_partial(queries, QUERIES), PARTIAL_KEYS=_has_partial(keys, KEYS),
-                 CAUSAL=causal) | shape
-    # Programs that wait for one another must all be there.
-    _launch((q.get_device(), q.dtype, fit(numbers), *fixed.values()), (programs if deterministic else plan.number, 1, 1),
-            (*[tma_tiles(x, KEYS) for x in (k, v)], *[tma_tiles(x, QUERIES) for x in (q, dout)],
-             *[tma_tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)],
-             Tiles(accum.lse_dpsum, ("lse and dpsum", accum.lse_dpsum.shape), _lse_dpsum_desc)),
-            (dk, dv, accum.dq_semaphore if deterministic else plan.tiles, counter(q.device) if deterministic else plan.tiles,
-             plan.tiles, counts, indices, locks, plan.skipped if causal else plan.tiles,
-             queries.starts, queries.sizes, accum.dq_accum),
-            (*numbers, scale * LOG2E, scale), fixed, dict(**OPTIONS, launch_cooperative_grid=deterministic))
-    backward_postprocess(accum, dq, scale, queries)
+    listed = Listed.of(blocks, q_partition(blocks, q.shape[2]), kv_partition(blocks, k.shape[2]))
+    lists = transposed_lists(listed) if flipped is None else (flipped.counts.contiguous(), flipped.indices.contiguous())
+    dq, dk, dv = _backward((*map(loaded, (q, k, v, dout)), strided(out), lse, dlse), (*lists, *listed.tensors), listed.fixed, scale, causal,
+                           deterministic)
     return dq, dk, dv
 
 
-_launch = QuickLaunch(_backward_kernel)
+def _write_backward(plan: Plan, xs: Sequence[Any], tensors: Sequence[Any], fixed: tuple, scale: float, causal: bool, deterministic: bool
+                    ) -> None:
+    (q, k, v, dout, out, lse, dlse), (counts, indices, *lists) = xs, tensors
+    listed = Listed.planned(lists, fixed)
+    queries, keys = listed[2:]
+    flipped = Listed(counts, indices, keys, queries)
+    (batch, heads, q_len, dim), (kv_heads, kv_len) = q.shape, k.shape[1:3]
+    dq, dk, dv = (plan.result_like(x) for x in (q, k, v))
+    if not q.numel() or not k.numel():
+        for x in (dq, dk, dv):
+            plan.call(Tensor.zero_, x)
+        return
+    # Ragged blocks need not cover every row.
+    for x, axis in ((dq, queries), (dk, keys), (dv, keys)):
+        if not axis.covers:
+            plan.call(Tensor.zero_, x)
+    programs, shape, shift = multiprocessors(plan.device), constants(dim, deterministic), kv_len - q_len
+    if deterministic:
+        # Says in every call whether an earlier one waited too long.
+        plan.call(partial(counter, plan.device))
+    work = schedule(plan, flipped, batch, heads, kv_heads, programs, deterministic, shift if causal else None, dim)
+    accum = backward_preprocess(plan, dout, dlse, out, lse, scale, queries, deterministic)
+    # Where there is no order, anything else stands for what only an order needs.
+    locks = timeouts = work.tiles
+    if deterministic:
+        locks, timeouts = lock_values(plan, work, listed, flipped, batch, heads, kv_heads), counter(plan.device)
+    numbers = (*dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
+               work.width, heads // kv_heads, heads, keys.number, -(-keys.length // KEYS), q_len, queries.length, accum.number,
+               shift, work.number, work.tail)
+    sizes = dict(UNIFORM=queries.uniform, PARTIAL_QUERIES=_has_partial(queries, QUERIES), PARTIAL_KEYS=_has_partial(keys, KEYS),
+                 CAUSAL=causal) | shape
+    # Programs that wait for one another must all be there.
+    plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *sizes.values()), (programs if deterministic else work.number, 1, 1),
+                (*[tma_tiles(x, KEYS) for x in (k, v)], *[tma_tiles(x, QUERIES) for x in (q, dout)],
+                 *[tma_tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)],
+                 Tiles(accum.lse_dpsum, ("lse and dpsum", accum.lse_dpsum.shape), _lse_dpsum_desc)),
+                (dk, dv, accum.dq_semaphore if deterministic else work.tiles, timeouts, work.tiles, counts, indices, locks,
+                 work.skipped if causal else work.tiles, *[counts if x is None else x for x in queries.tensors], accum.dq_accum),
+                (*numbers, scale * LOG2E, scale), sizes, dict(**OPTIONS, launch_cooperative_grid=deterministic))
+    backward_postprocess(plan, accum, dq, scale, queries)
+
+
+_launch, _backward = QuickLaunch(_backward_kernel), Plans(_write_backward)
 
 
 def constants(dim: int, deterministic: bool) -> dict:

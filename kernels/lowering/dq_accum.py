@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .chunks import Partition
+from .plans import Plan
 from .primitives import block_bounds, load_rows, store_rows
 from .quick_launch import QuickLaunch
 
@@ -108,34 +109,33 @@ def _postprocess_kernel(dq_accum, dq_semaphore, dq, q_starts, q_sizes, dq_batch,
     store_rows(dq + batch * dq_batch + head.to(tl.int64) * dq_head, row, dq_row, rows, x * scale, M, DIM, DIM)
 
 
-def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, queries: Partition,
+def backward_preprocess(plan: Plan, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, queries: Partition,
                         ordered: bool) -> Accum:
     """The rows that the backward kernel reads, and where it adds; ``ordered``: with a semaphore for every chunk."""
     batch, heads, q_len, dim = out.shape
     slots = q_len // QUERIES + queries.number + 1
-    lse_dpsum = torch.empty(batch, heads, slots, QUERIES, 16, dtype=torch.bfloat16, device=out.device)
-    dq_accum = torch.empty(batch, heads, slots, QUERIES * dim, dtype=torch.float32, device=out.device)
-    dq_semaphore = torch.empty(batch, heads, slots, dim // 64, dtype=torch.int32, device=out.device) if ordered else None
+    lse_dpsum = plan.working(batch, heads, slots, QUERIES, 16, dtype=torch.bfloat16)
+    dq_accum = plan.working(batch, heads, slots, QUERIES * dim, dtype=torch.float32)
+    dq_semaphore = plan.working(batch, heads, slots, dim // 64, dtype=torch.int32) if ordered else None
     parts = -(-queries.length // QUERIES)
     given = lse if dlse is None else dlse
     # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
     numbers = (*out.stride()[:3], *dout.stride()[:3], *given.stride(), *queries.strides(heads), heads, q_len, queries.length, slots)
     constants = dict(UNIFORM=queries.uniform, PARTS=parts, HAS_DLSE=dlse is not None, ORDERED=ordered, M=QUERIES, DIM=dim)
-    _launch_preprocess((out.get_device(), out.dtype, dout.dtype, given.dtype, numbers, *constants.values()),
-                       (queries.number * parts, batch * heads, 1), (),
-                       (out, dout, given, lse, lse_dpsum, dq_accum, dq_semaphore, queries.starts, queries.sizes), (*numbers, scale),
-                       constants, {})
+    plan.launch(_launch_preprocess, (plan.device, out.dtype, dout.dtype, given.dtype, numbers, *constants.values()),
+                (queries.number * parts, batch * heads, 1), (),
+                (out, dout, given, lse, lse_dpsum, dq_accum, dq_semaphore, *queries.tensors), (*numbers, scale), constants, {})
     return Accum(lse_dpsum, dq_accum, dq_semaphore)
 
 
-def backward_postprocess(accum: Accum, dq: Tensor, scale: float, queries: Partition) -> None:
+def backward_postprocess(plan: Plan, accum: Accum, dq: Tensor, scale: float, queries: Partition) -> None:
     """Writes the sums, times ``scale``, to dq [B, H, tokens, D] in its dtype."""
     batch, heads, q_len, dim = dq.shape
     parts = -(-queries.length // QUERIES)
     numbers = (*dq.stride()[:3], *queries.strides(heads), heads, q_len, queries.length, accum.number)
     constants = dict(UNIFORM=queries.uniform, PARTS=parts, ORDERED=accum.dq_semaphore is not None, M=QUERIES, DIM=dim)
-    _launch_postprocess((dq.get_device(), dq.dtype, numbers, *constants.values()), (queries.number * parts, batch * heads, 1), (),
-                        (accum.dq_accum, accum.dq_semaphore, dq, queries.starts, queries.sizes), (*numbers, scale), constants, {})
+    plan.launch(_launch_postprocess, (plan.device, dq.dtype, numbers, *constants.values()), (queries.number * parts, batch * heads, 1), (),
+                (accum.dq_accum, accum.dq_semaphore, dq, *queries.tensors), (*numbers, scale), constants, {})
 
 
 _launch_preprocess, _launch_postprocess = map(QuickLaunch, (_preprocess_kernel, _postprocess_kernel))

@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..blocks import BlockLists
-from .chunks import Partition, shared_strides
+from .chunks import Listed, shared_strides
 from .dq_accum import KEYS, QUERIES
+from .plans import Plan
 from .primitives import block_bounds
 from .quick_launch import QuickLaunch, fit, power_of_2
 
@@ -313,15 +313,15 @@ def heads_together(pairs: int, rows: int, dim: int) -> int:
     return max(number for number in range(1, min(most, pairs) + 1) if pairs % number == 0)
 
 
-def schedule(flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int, kv_heads: int, programs: int,
-             ordered: bool, shift: int | None = None, dim: int = 128) -> Schedule:
+def schedule(plan: Plan, flipped: Listed, batch: int, heads: int, kv_heads: int, programs: int, ordered: bool, shift: int | None = None,
+             dim: int = 128) -> Schedule:
     """The tiles of all heads; ``ordered``: assigned to so many programs.
 
     Where ``shift`` is given, query i sees the keys up to i + shift, and tiles skip the blocks of which none sees a key of their block.
-    ``flipped`` is the lists' transpose, whose ids ascend; ``dim`` the head_dim, see ``heads_together``. ROTATION of
-    tiles that are not assigned is 0.
+    ``flipped``: for each key block the query blocks that attend to it, whose ids ascend; ``dim`` the head_dim, see ``heads_together``.
+    ROTATION of tiles that are not assigned is 0.
     """
-    counts, indices = flipped.counts.contiguous(), flipped.indices.contiguous()
+    counts, indices, keys, queries = flipped
     group, width = heads // kv_heads, indices.shape[3]
     parts = -(-keys.length // KEYS)
     number = batch * kv_heads * keys.number * parts
@@ -330,42 +330,40 @@ def schedule(flipped: BlockLists, queries: Partition, keys: Partition, batch: in
     share = ROTATION_UNITS.value
     if parts == 1:
         share = min(share, NEAR * share // max(bytes_of(together * queries.tokens * group, dim), 1))
-    tiles = torch.empty(number + tail + programs * ordered, FIELDS.value, dtype=torch.int32, device=counts.device)
+    tiles = plan.working(number + tail + programs * ordered, FIELDS.value, dtype=torch.int32)
     strides = shared_strides(counts, heads)
-    skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=counts.device)
+    skipped = None if shift is None else plan.working(batch, heads, keys.number, dtype=torch.int32)
     numbers: tuple[int, ...] = (*strides, *keys.strides(kv_heads), *queries.strides(heads), kv_heads, group, keys.number, keys.length,
                                 keys.tokens, queries.length, queries.tokens, width, parts, together, shift or 0)
     constants = dict(M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=power_of_2(parts), UNIFORM_KV=keys.uniform,
                      UNIFORM_Q=queries.uniform, CAUSAL=shift is not None)
-    device = counts.get_device()
-    _launch_tiles((device, fit(numbers), *constants.values()), (keys.number, batch * kv_heads, 1), (),
-                  (counts, indices, keys.starts, keys.sizes, queries.starts, queries.sizes, tiles, skipped), numbers, constants, {})
+    plan.launch(_launch_tiles, (plan.device, fit(numbers), *constants.values()), (keys.number, batch * kv_heads, 1), (),
+                (*flipped.tensors, tiles, skipped), numbers, constants, {})
     constants = dict(OWN=16, OTHERS=128)
-    _launch_order((device, fit((number, tail)), *constants.values()), (-(-tail // constants["OWN"]), 1, 1), (), (tiles,), (number, tail),
-                  constants, {})
+    plan.launch(_launch_order, (plan.device, fit((number, tail)), *constants.values()), (-(-tail // constants["OWN"]), 1, 1), (), (tiles,),
+                (number, tail), constants, {})
     times = None
     if ordered:
         constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024)
-        times = torch.empty(number, dtype=torch.int32, device=counts.device)
+        times = plan.working(number, dtype=torch.int32)
         numbers = (number, programs, group, STAGGER, tail, share)
-        _launch_assign((device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants, {})
+        plan.launch(_launch_assign, (plan.device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants, {})
     return Schedule(tiles, number, tail, times, skipped, width, parts, together)
 
 
-def lock_values(plan: Schedule, blocks: BlockLists, flipped: BlockLists, queries: Partition, keys: Partition, batch: int, heads: int,
-                kv_heads: int) -> Tensor:
-    """int32 [B, Hq, key blocks, parts, width]: how many tiles of an ordered ``plan`` add to a query block before this one does."""
-    counts, indices, own_counts, own_indices = (x.contiguous() for x in (flipped.counts, flipped.indices, blocks.counts, blocks.indices))
+def lock_values(plan: Plan, work: Schedule, listed: Listed, flipped: Listed, batch: int, heads: int, kv_heads: int) -> Tensor:
+    """int32 [B, Hq, key blocks, parts, width]: how many tiles of ordered ``work`` add to a query block before this one does."""
+    (own_counts, own_indices, queries, keys), (counts, indices, *_) = listed, flipped
     capacity = own_indices.shape[3]
     # And behind the times of a query block's tiles, where their lock values stand.
-    whens = torch.empty(batch, heads, queries.number, 2, capacity, plan.parts, dtype=torch.int64, device=counts.device)
-    values = torch.empty(batch, heads, keys.number, plan.parts, plan.width, dtype=torch.int32, device=counts.device)
+    whens = plan.working(batch, heads, queries.number, 2, capacity, work.parts, dtype=torch.int64)
+    values = plan.working(batch, heads, keys.number, work.parts, work.width, dtype=torch.int32)
     numbers = (*shared_strides(own_counts, heads), *shared_strides(counts, heads), kv_heads, heads // kv_heads, keys.number, capacity,
-               plan.width, plan.parts, plan.together, plan.width.bit_length())
-    constants = dict(SEGMENT=32, OTHERS=32, CAUSAL=plan.skipped is not None)
-    _launch_lock_values((counts.get_device(), fit(numbers), *constants.values()), (queries.number, heads, batch), (),
-                        (own_counts, own_indices, counts, indices, plan.tiles, plan.times, plan.skipped, whens, values), numbers,
-                        constants, dict(num_warps=1))
+               work.width, work.parts, work.together, work.width.bit_length())
+    constants = dict(SEGMENT=32, OTHERS=32, CAUSAL=work.skipped is not None)
+    plan.launch(_launch_lock_values, (plan.device, fit(numbers), *constants.values()), (queries.number, heads, batch), (),
+                (own_counts, own_indices, counts, indices, work.tiles, work.times, work.skipped, whens, values), numbers, constants,
+                dict(num_warps=1))
     return values
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ class Plan:
         return x
 
     def _place(self, x: Tensor) -> Place | Constant:
-        if x.device.type == self.device.type:
+        if not x.is_meta:
             return Constant(x)
         number = self._numbers.get(x.untyped_storage()._cdata)
         if number is None:
@@ -313,7 +313,9 @@ class Planned:
 
 
 class _Strict(TorchDispatchMode):
-    """Sees what a step's code does to tensors of its plan beside looking at them: copies become a part of it, all else is refused."""
+    """Sees what a step's code does to tensors of its plan beside looking at them: copies and sums become a part, all else is refused."""
+
+    WRITES: ClassVar[dict[Any, Callable]] = {torch.ops.aten.copy_.default: Tensor.copy_, torch.ops.aten.add_.Tensor: Tensor.add_}
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -327,9 +329,9 @@ class _Strict(TorchDispatchMode):
             if function is torch.ops.aten.clone.default:
                 result = self.plan._known(function(*args, **(kwargs or {})))
                 self.plan.call(Tensor.copy_, result, args[0])
-            elif function is torch.ops.aten.copy_.default:
+            elif function in self.WRITES:
                 result = args[0]
-                self.plan.call(Tensor.copy_, *args[:2])
+                self.plan.call(self.WRITES[function], *args[:2])
             elif not any(looks) and "empty" not in function.name():
                 raise Unplanned(f"{function.name()} is computed of a tensor of a plan")
         return function(*args, **(kwargs or {})) if result is None else result

@@ -13,7 +13,7 @@ from cases import DEVICES, dq_patterns, spread  # noqa: E402
 
 from ssta.kernels import BlockLists, block_sparse_attention  # noqa: E402
 from ssta.kernels.lowering import dq_schedule  # noqa: E402
-from ssta.kernels.lowering.chunks import kv_partition, q_partition  # noqa: E402
+from ssta.kernels.lowering.chunks import Listed, kv_partition, q_partition  # noqa: E402
 from ssta.kernels.lowering.dq_accum import KEYS, QUERIES  # noqa: E402
 from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
     BATCH,
@@ -33,14 +33,24 @@ from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
     lock_values,
     schedule,
 )
+from ssta.kernels.lowering.plans import Plan, Planned  # noqa: E402
+
+
+def made_of(blocks, q_len, kv_len, heads, kv_heads, programs, ordered, shift=None):
+    """(the schedule, its tiles, lock values)"""
+    axes = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
+    listed, flipped = Listed.of(blocks, *axes), Listed.of(blocks.transpose(), *reversed(axes))
+    plan = Plan(blocks.device, [])
+    made = schedule(plan, flipped, 2, heads, kv_heads, programs, ordered, shift)
+    plan.results += [made.tiles, *([lock_values(plan, made, listed, flipped, 2, heads, kv_heads)] if ordered else [])]
+    tiles, *locks = Planned(plan)()
+    return made, tiles, locks[0] if ordered else None
 
 
 def plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal=False):
     """(tiles as lists of numbers, first tile of each program, lock_values)"""
-    flipped = blocks.transpose()
-    shape = flipped, q_partition(blocks, q_len), kv_partition(blocks, kv_len), 2, heads, kv_heads
-    made = schedule(*shape, programs or 5, programs > 0, kv_len - q_len if causal else None)
-    tiles, locks = made.tiles.tolist(), lock_values(made, blocks, *shape) if programs else None
+    made, tiles, locks = made_of(blocks, q_len, kv_len, heads, kv_heads, programs or 5, programs > 0, kv_len - q_len if causal else None)
+    tiles = tiles.tolist()
     return tiles[:made.number], [row[NEXT] for row in tiles[made.number + made.tail:]], locks
 
 
@@ -175,12 +185,12 @@ def test_the_last_tiles_are_taken_the_longest_first(device, ordered):
     length, programs = 128 * 40, 6
     share = torch.arange(1, 41, device=device) / 41
     blocks = BlockLists.from_mask(torch.rand(2, 2, 40, 40, device=device) < share[torch.randperm(40, device=device)], 128, 128)
-    made = schedule(blocks.transpose(), q_partition(blocks, length), kv_partition(blocks, length), 2, 2, 2, programs, ordered)
-    iterations = made.tiles[:made.number, ITERATIONS.value].tolist()
-    last = made.tiles[made.number:made.number + made.tail, NEXT.value].tolist()
+    made, tiles, _ = made_of(blocks, length, length, 2, 2, programs, ordered)
+    iterations = tiles[:made.number, ITERATIONS.value].tolist()
+    last = tiles[made.number:made.number + made.tail, NEXT.value].tolist()
     assert sorted(last) == list(range(made.number - made.tail, made.number)) and len(last) == LAST_TILES * programs
     assert [iterations[tile] for tile in last] == sorted((iterations[tile] for tile in last), reverse=True)
-    following = made.tiles[:, NEXT.value].tolist()
+    following = tiles[:, NEXT.value].tolist()
     work = []
     for tile in following[made.number + made.tail:]:
         work.append(0)

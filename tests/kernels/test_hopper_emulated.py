@@ -263,7 +263,15 @@ def assert_right_gradients(q, k, v, blocks, deterministic, late, causal=False):
 
 
 @pytest.fixture
-def three_programs(monkeypatch):
+def plans_of_its_own():
+    """Of the backward; others know what was patched when they were written."""
+    module("backward")._backward.kinds.clear()
+    yield
+    module("backward")._backward.kinds.clear()
+
+
+@pytest.fixture
+def three_programs(monkeypatch, plans_of_its_own):
     """As on a GPU with so many multiprocessors."""
     monkeypatch.setattr(module("backward"), "multiprocessors", lambda device: 3)
 
@@ -307,7 +315,7 @@ def test_compacted_keys(late):
         torch.testing.assert_close(got.double(), right, rtol=5e-3, atol=5e-3)
 
 
-def test_a_deterministic_backward_gives_the_same_bits(monkeypatch):
+def test_a_deterministic_backward_gives_the_same_bits(monkeypatch, plans_of_its_own):
     """However its programs are interleaved."""
     monkeypatch.setattr(module("backward"), "multiprocessors", lambda device: 5)
     blocks = BlockLists.from_mask(torch.rand(1, 7, 7) < 0.8, 64, 128)
@@ -319,7 +327,7 @@ def test_a_deterministic_backward_gives_the_same_bits(monkeypatch):
         assert all(torch.equal(x, y) for x, y in zip(first, again))
 
 
-def test_a_list_that_names_a_block_twice_ends_and_is_not_silent(monkeypatch, recwarn):
+def test_a_list_that_names_a_block_twice_ends_and_is_not_silent(monkeypatch, plans_of_its_own, recwarn):
     """Its locks never open, so after a while they are not waited for; that is counted, and the next backward warns, once."""
     backward = module("backward")
     monkeypatch.setattr(notices, "_said", set())

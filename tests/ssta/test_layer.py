@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, explain, prepare, ssta_attention
 from ssta.attention import attend
-from ssta.kernels import Deferred, Projection
+from ssta.kernels import Deferred, Projection, Route
 from ssta.kernels.lowering.plans import Planned
 from ssta.kernels.portable import tail_combine
 from ssta.layer import Layer, prepared
@@ -367,6 +367,30 @@ def test_by_kernels_all_steps_are_one_plan(name, recorded):
         assert all(x is y is None or torch.equal(x, y) for x, y in found) and (tape is None) == (others.tape is None) == (not recorded)
     planned = [isinstance(plan, Planned) for plan in whole._whole.kinds.values()]
     assert planned == [name != "threshold"] * 3
+
+
+@pytest.mark.parametrize("name", ["topk", pytest.param("halves", marks=pytest.mark.slow)])
+def test_a_backward_is_one_plan_too(name, monkeypatch):
+    """Of other gradients in turn, with a mask and without: the same bits as step by step. Without a GPU Hopper's kernel is emulated."""
+    if not GPU:
+        from hopper_emulator import module
+
+        backward = module("backward")
+        monkeypatch.setattr(backward, "multiprocessors", lambda device: 2)
+        monkeypatch.setattr(Route, "planned_backward", True)
+        monkeypatch.setattr(Route, "run_backward", lambda route, *of: backward.hopper_backward(*of))
+        backward._backward.kinds.clear()
+    # Hopper's own route wants tiles of more than 64 tokens.
+    layout = TokenLayout((VideoGrid(4, 20, 24), DenseRun(5))) if GPU else FEW_TILES
+    config = SSTAConfig(**{**BASE, **CONFIGS[name], **(dict(tile_thw=(2, 8, 8)) if GPU else {})})
+    q, k, v = inputs(torch.bfloat16 if GPU else torch.float16, 64, layout=layout, key_heads=1)
+    whole, steps = (Layer(layer_of(q, k, layout, config, impl="auto" if GPU else "triton").spec._replace(recorded=True)) for _ in range(2))
+    shared = torch.randn_like(q[:, :1]).expand_as(q)
+    for mask, dout in ((None, torch.randn_like(q)), (MASK.to(DEVICE), shared), (None, torch.randn_like(q))):
+        ran = whole.run(q, k, v, mask)
+        found = whole.planned_backward(ran.planned, ran.held, dout)
+        same(found, steps.backward(ran.find(ran.held).tape, dout, ran.found.selection.blocks))
+    assert [isinstance(plan, Planned) for plan in whole._whole_backward.kinds.values()] == [True] * 2
 
 
 @pytest.mark.parametrize("recorded", [False, True])
