@@ -367,7 +367,7 @@ def _keys(row: Implementation, problem: Problem, backward: bool) -> str:
         return "tiles"
     if problem.compacts(backward):
         return "compacted"
-    return "gathered" if row.gathered and problem.facts.max_kv_length < SHORTEST_TILE else "tiles"
+    return "gathered" if row.gathered and not backward and problem.facts.max_kv_length < SHORTEST_TILE else "tiles"
 
 
 _decide = lru_cache(maxsize=1024)(_decide_anew)
@@ -387,8 +387,6 @@ def _load(chosen: Pass) -> Callable:
 
         around = compacted.compacted_forward if function.endswith("forward") else compacted.compacted_backward
         return partial(around, found)
-    if chosen.keys == "gathered" and function.endswith("backward"):
-        return partial(found, gathered=True)
     return found
 
 

@@ -104,10 +104,8 @@ def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits)
     return LaunchConfig(fitted.block_n, fitted.block_m, fitted.num_warps, fitted.num_stages)
 
 
-def gathered_config(
-    head_dim: int, q_block: int, limited: bool, limits: DeviceLimits, stationary: int, ordered: bool = False,
-) -> LaunchConfig:
-    """The one of the kernels that gather keys; ``limited`` where they mask scores, ``stationary`` 1 in the forward and 2 in dQ.
+def gathered_config(head_dim: int, q_block: int, limited: bool, limits: DeviceLimits, ordered: bool = False) -> LaunchConfig:
+    """The one of the forward that gathers keys; ``limited`` where it masks scores.
 
     With ``ordered``, a causal order among the listed keys, there is one stage. With two or three, kernels that Triton 3.6 compiled for an
     H200 leave out keys that a row should see, where blocks of one key make tiles of 32; the compiled code does not show why. The test
@@ -127,7 +125,7 @@ def gathered_config(
         # Fewer leave one copy of a tile, because ids and bounds are looked up one after the other before keys are loaded.
         best = replace(best, num_stages=5)
     # Masks and the search for NaN pass through some shared memory of their own.
-    return _fit(best, head_dim, q_block, best.block_n, limits, stationary, ahead=False, spare=8192 * limited)
+    return _fit(best, head_dim, q_block, best.block_n, limits, stationary=1, ahead=False, spare=8192 * limited)
 
 
 # Times of the next two: one H200, Triton 3.6, bfloat16, head_dim 128, 65,536 tokens, 64 query heads on 4, blocks of 64, 16 for a token.

@@ -1,7 +1,7 @@
-"""Portable kernels that gather keys one by one: for key blocks too short to be a tile, and for what a row sees within its listed keys.
+"""A portable forward that gathers keys one by one: for key blocks too short to be a tile, and for what a row sees within its listed keys.
 
 The keys of a list stand in slots, ``length`` slots for every listed block; a tile is the next N slots, whichever blocks they belong to. So
-blocks of one key fill a tile as well as long ones do. Key gradients need no gathering: ``triton_backward`` takes the transposed lists.
+blocks of one key fill a tile as well as long ones do.
 """
 
 from __future__ import annotations
@@ -131,43 +131,6 @@ def _forward_kernel(q, k, v, out, lse, lists, bounds, kv_bounds, limits, heads, 
     tl.store(lse + (batch * heads + head) * bounds.tokens + row + in_tile, row_lse, mask=in_tile < rows)
 
 
-@triton.jit
-def _dq_kernel(q, k, v, dout, dq, lse2, delta, lists, bounds, kv_bounds, heads, group, shift, scale_log2, scale,
-               PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CAUSAL: tl.constexpr):
-    batch, head, block, row, rows = own_rows(tl.program_id(0), bounds, heads, M, PARTS)
-    if rows <= 0:
-        return
-    kv_head = head // group
-    k_head, v_head = of_head(k, batch, kv_head), of_head(v, batch, kv_head)
-    list_row = row_of_lists(lists, batch, head, block)
-    bound_at = batch * kv_bounds.batch + head // kv_bounds.group * kv_bounds.head
-    count = tl.minimum(tl.load(lists.counts + list_row), lists.capacity)
-    ids = lists.indices + list_row * lists.capacity
-
-    queries = load_rows(of_head(q, batch, head), row, q.row, rows, M, DIM, DIM_PAD, True)
-    do = load_rows(of_head(dout, batch, head), row, dout.row, rows, M, DIM, DIM_PAD, True)
-    in_tile = tl.arange(0, M)
-    at = (batch * heads + head) * bounds.tokens + row + in_tile
-    row_lse2 = tl.load(lse2 + at, mask=in_tile < rows, other=float("inf"))
-    row_delta = tl.load(delta + at, mask=in_tile < rows, other=0.0)
-    acc = tl.zeros([M, DIM_PAD], tl.float32)
-    for first in range(0, count * kv_bounds.length, N):
-        _, _, key, there = _slots(ids, kv_bounds, bound_at, first, count, lists.items, N)
-        keys = gather_rows(k_head, key.to(tl.int64), k.row, there, DIM, DIM_PAD)
-        values = gather_rows(v_head, key.to(tl.int64), v.row, there, DIM, DIM_PAD)
-        visible = there[None, :] & (in_tile >= 0)[:, None]
-        if CAUSAL:
-            visible = visible & (key[None, :] <= (row + in_tile)[:, None] + shift)
-        weights = tl.where(visible, tl.exp2(tl.dot(queries, tl.trans(keys)) * scale_log2 - row_lse2[:, None]), 0.0)
-        dscores = weights * (tl.dot(do, tl.trans(values)) - row_delta[:, None])
-        if CAUSAL:
-            # As in the forward: zero times a NaN is NaN. Where a pair sees one, its score is NaN already.
-            dscores = tl.where(visible, dscores, 0.0)
-            keys = finite_or_zero(keys)
-        acc = tl.dot(dscores.to(keys.dtype), keys, acc)
-    store_rows(of_head(dq, batch, head), row, dq.row, rows, acc * scale, M, DIM, DIM_PAD)
-
-
 def gathered_forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, elements: ElementMask | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -183,7 +146,7 @@ def gathered_forward(
         return out.zero_(), lse.fill_(float("-inf"))
     assert elements.order is None or elements.order.shape == blocks.indices.shape
     limited = causal or elements.mask is not None or elements.order is not None
-    config = gathered_config(dim, blocks.max_q_length, limited, device_limits(q.device), stationary=1, ordered=elements.order is not None)
+    config = gathered_config(dim, blocks.max_q_length, limited, device_limits(q.device), ordered=elements.order is not None)
     parts = triton.cdiv(rows.length, config.block_m)
     mask = None if elements.mask is None else elements.mask.contiguous().view(torch.uint8)
     mask_rows, mask_columns = (1, 1) if mask is None else mask.shape[1:]
@@ -199,18 +162,3 @@ def gathered_forward(
         PARTS=parts, M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16),
         CAUSAL=causal, CAPPED=bool(elements.soft_cap), **config.options())
     return out, lse
-
-
-def gathered_dq(dq: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists,
-                scale: float, causal: bool) -> None:
-    """Writes dq, [B, Hq, Sq, D]. ``lse2`` and ``delta`` as ``triton_backward`` prepares them."""
-    batch, heads, q_len, dim = q.shape
-    kv_len = k.shape[2]
-    rows, items = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
-    lists = block_lists(blocks.counts, blocks.indices, heads, items.number)
-    config = gathered_config(dim, blocks.max_q_length, causal, device_limits(q.device), stationary=2)
-    parts = triton.cdiv(rows.length, config.block_m)
-    _dq_kernel[(rows.number * parts, batch * heads)](
-        *map(view, (q, k, v, dout, dq)), lse2, delta, lists, rows.bounds(heads), items.bounds(heads),
-        heads, heads // k.shape[1], kv_len - q_len, scale * LOG2E, scale, PARTS=parts, M=config.block_m, N=config.block_n,
-        DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16), CAUSAL=causal, **config.options())

@@ -95,7 +95,7 @@ def test_blocks_of_up_to_64_queries_have_programs_of_one_warpgroup(head_dim, kv_
 @pytest.mark.parametrize("rows", [1, 16, 128])
 def test_a_causal_order_among_listed_keys_takes_one_stage(head_dim, rows, limits):
     # With more, rows miss keys: tests/interfaces/test_flashinfer.py, test_a_causal_order_needs_one_stage.
-    assert gathered_config(head_dim, rows, True, limits, stationary=1, ordered=True).num_stages == 1
+    assert gathered_config(head_dim, rows, True, limits, ordered=True).num_stages == 1
 
 
 GPU = "NVIDIA GeForce RTX 4090"

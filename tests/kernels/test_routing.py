@@ -73,9 +73,9 @@ def test_how_short_keys_are_read(monkeypatch):
     assert keys(LONG_BLOCKS) == ("hopper", "tiles", "hopper", "tiles")
     assert keys(LONG_BLOCKS._replace(max_kv_length=64)) == ("hopper", "tiles", "triton", "tiles")
     assert keys(SHORT_KEYS) == ("hopper", "compacted", "hopper", "compacted")
-    assert keys(SHORT_KEYS, causal=True) == ("triton", "gathered", "triton", "gathered")
+    assert keys(SHORT_KEYS, causal=True) == ("triton", "gathered", "triton", "tiles")
     assert keys(SHORT_KEYS._replace(max_q_length=16)) == ("triton", "gathered", "triton", "compacted")
-    assert keys(SHORT_KEYS._replace(uniform=False)) == ("triton", "gathered", "triton", "gathered")
+    assert keys(SHORT_KEYS._replace(uniform=False)) == ("triton", "gathered", "triton", "tiles")
 
 
 def test_what_a_route_needs(monkeypatch):
