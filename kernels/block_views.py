@@ -1,15 +1,13 @@
-"""The fields of BlockLists seen otherwise: where each block lies, in parts, in print."""
+"""The fields of BlockLists seen otherwise: where each block lies, by query head, in print."""
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .block_masks import compact_lists, in_range, prefix_mask, scatter_mask
-from .checks import require_int
+from .block_masks import in_range, prefix_mask, scatter_mask
 
 if TYPE_CHECKING:
     from .blocks import BlockLists
@@ -36,57 +34,6 @@ def block_bounds(offsets: int | Tensor, lengths: Tensor | None, blocks: int, tok
     # Two tensors of one shape, so that one pair of strides serves both.
     starts, sizes = torch.broadcast_tensors(starts, sizes)
     return starts.contiguous(), sizes.contiguous()
-
-
-def slice_heads(fields: dict[str, Tensor], key: int | slice | tuple) -> dict[str, Any]:
-    """The fields that are tensors, of some batch elements and heads, as ``BlockLists.__getitem__`` says."""
-    keys = key if isinstance(key, tuple) else (key,)
-    if len(keys) > 2:
-        raise ValueError(f"blocks[...] must be given a batch and a head at most, got {len(keys)}")
-    fields = dict(fields)
-    for dim, (name, part) in enumerate(zip(("batch", "head"), keys)):
-        number = max(x.shape[dim] for x in fields.values())
-        first, last = _range(name, part, number)
-        for field, x in fields.items():
-            have = x.shape[dim]
-            if have == 1:
-                continue
-            group = number // have if have else 1
-            if last - first != 1 and (first % group or last % group):
-                raise ValueError(f"{name} must take whole groups of {group}, of which {field} have one entry each, got {first} to {last}")
-            fields[field] = x.narrow(dim, first // group, -(-last // group) - first // group)
-    return fields
-
-
-def _range(name: str, part: int | slice, number: int) -> tuple[int, int]:
-    """The entries (first, behind the last) of ``number`` that an index or a slice takes; all of what is shared."""
-    if isinstance(part, slice):
-        if part.step not in (None, 1):
-            raise ValueError(f"{name} must be a slice without a step, got a step of {part.step}")
-        ends = (None if x is None else require_int(name, x, -sys.maxsize) for x in (part.start, part.stop))
-        first, last, _ = slice(*ends).indices(number)
-        return (0, 1) if number == 1 else (first, max(first, last))
-    index = require_int(name, part, -number)
-    if number == 1 and index >= 0:
-        return 0, 1
-    if index >= number:
-        raise ValueError(f"{name} must lie in [{-number}, {number}), got {index}")
-    return index % number, index % number + 1
-
-
-def slice_keys(counts: Tensor, indices: Tensor, offsets: int | Tensor, lengths: Tensor | None, number: int | None, first: int, last: int
-               ) -> dict[str, Any]:
-    """The fields that change where only some of ``number`` key blocks are left, as ``BlockLists.slice_kv`` says; ``offsets`` and
-    ``lengths`` are theirs."""
-    if last < first or number is not None and last > number:
-        raise ValueError(f"first and last must ascend within the {'' if number is None else f'{number} '}key blocks, got {first} to {last}")
-    ids, capacity = indices - first, indices.shape[-1]
-    keep = in_range(ids, prefix_mask(counts, capacity), last - first)
-    counts, indices = compact_lists(ids, keep, min(capacity, last - first))
-    if isinstance(offsets, Tensor):
-        offsets = offsets[..., first:last + 1] - offsets[..., first:first + 1]
-    return dict(counts=counts, indices=indices, kv_offsets=offsets, num_kv_blocks=last - first,
-                kv_lengths=None if lengths is None else lengths[..., first:last].contiguous())
 
 
 def per_query_head(x: Tensor, heads: int, batch: int | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .block_fields import check_axis_values, check_list_values, settled_fields
 from .block_masks import bsr_lists, bsr_of, compact_lists, full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask, topk_lists
-from .block_views import block_bounds, describe, slice_heads, slice_keys
+from .block_views import block_bounds, describe
 from .checks import require_int, require_mask
 from .memo import traced
 
@@ -301,35 +301,7 @@ class BlockLists:
             self.to_mask().mT, self.kv_offsets, self.q_offsets, q_lengths=self.kv_lengths, kv_lengths=self.q_lengths,
             max_q_length=self.max_kv_length, max_kv_length=self.max_q_length)
 
-    # Parts, places and print
-
-    def __getitem__(self, key: int | slice | tuple) -> BlockLists:
-        """``blocks[batch]`` or ``blocks[batch, head]``, each an int or a slice without a step: the lists of these batch elements and
-        heads.
-
-        Every dimension stays, with one entry for an int. Heads are counted as the lists count them: query heads, or key/value heads. What
-        is shared (a dimension of 1) stays so, for whatever is asked. Where some fields are per query head and others per key/value head, a
-        slice must take whole groups. The parts are views. Does not synchronise.
-
-        Raises:
-            TypeError: neither ints nor slices.
-            ValueError: more than two, an index out of range, a step, or part of a group.
-        """
-        return replace(self, **slice_heads(self._tensors(), key))
-
-    def slice_kv(self, first: int, last: int) -> BlockLists:
-        """The lists of what lies in the key blocks ``first`` up to ``last``, which are then numbered from 0.
-
-        For attention to a share of the keys: k and v to go with it begin at the first token of block ``first`` and end at the end of block
-        ``last - 1``; with ragged blocks per batch element or head these must be the same tokens for all, which is not read. Results over
-        shares that together are all blocks are by ``merge_attention`` the result over all of them. Not for ``causal``, whose diagonal
-        depends on where the keys begin. Order in a list is kept. Does not synchronise.
-
-        Raises:
-            TypeError, ValueError: not ints, or not 0 <= first <= last <= num_kv_blocks.
-        """
-        first, last = require_int("first", first, 0), require_int("last", last, 0)
-        return replace(self, **slice_keys(self.counts, self.indices, self.kv_offsets, self.kv_lengths, self.num_kv_blocks, first, last))
+    # Places and print
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BlockLists:
         """The same lists on ``device``; self where they are there already."""

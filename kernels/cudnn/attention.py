@@ -19,7 +19,7 @@ def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: fl
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         for i in range(len(q)):
             one = slice(i, i + 1)
-            out[one], lse[one] = cudnn_forward(q[one], k[one], v[one], blocks[i], scale, causal)
+            out[one], lse[one] = cudnn_forward(q[one], k[one], v[one], _element(blocks, i), scale, causal)
         return out, lse
     q_, scale = _positive(q, scale)
     lists = _lists(q, k, blocks)
@@ -40,7 +40,8 @@ def cudnn_backward(
         for i in range(len(q)):
             one = slice(i, i + 1)
             dq[one], dk[one], dv[one] = cudnn_backward(
-                dout[one], None if dlse is None else dlse[one], q[one], k[one], v[one], out[one], lse[one], blocks[i], None, scale, causal)
+                dout[one], None if dlse is None else dlse[one], q[one], k[one], v[one], out[one], lse[one], _element(blocks, i), None,
+                scale, causal)
         return dq, dk, dv
     q_, positive = _positive(q, scale)
     lists = _lists(q, k, blocks)
@@ -57,6 +58,11 @@ def _lists(q: Tensor, k: Tensor, blocks: BlockLists) -> SlotLists:
 def _by_element(blocks: BlockLists) -> bool:
     """Whether key blocks lie differently in each batch element, where the package knows one size of each."""
     return any([isinstance(x, Tensor) and x.shape[0] > 1 for x in (blocks.kv_offsets, blocks.kv_lengths)])
+
+
+def _element(blocks: BlockLists, i: int) -> BlockLists:
+    """The lists of one batch element."""
+    return BlockLists.from_fields(*[x[i:i + 1] if isinstance(x, Tensor) and x.shape[0] > 1 else x for x in blocks.to_fields()])
 
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:

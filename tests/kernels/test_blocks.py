@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -197,15 +198,6 @@ def test_conversions_refuse_what_they_cannot_read():
     (lambda b: BlockLists.from_mask(torch.ones(0, 0, dtype=torch.bool), 4, 4).to_block_mask(0, 0), ValueError, "q_len must be at least 1"),
     (lambda b: b.check_values(None, 48), TypeError, "q_len must be an int, got None"),
     (lambda b: b.check_values(48, "48"), TypeError, "kv_len must be an int, got '48'"),
-    (lambda b: b[0, 0, 0], ValueError, "at most, got 3"),
-    (lambda b: b["0"], TypeError, "batch must be an int, got '0'"),
-    (lambda b: b[:, 2], ValueError, r"head must lie in \[-2, 2\), got 2"),
-    (lambda b: b[:, -3], ValueError, "head must be at least -2, got -3"),
-    (lambda b: b[:, ::2], ValueError, "head must be a slice without a step, got a step of 2"),
-    (lambda b: b[:, 0.5:], TypeError, "head must be an int, got 0.5"),
-    (lambda b: b.slice_kv(2, 1), ValueError, "first and last must ascend within the 3 key blocks, got 2 to 1"),
-    (lambda b: b.slice_kv(0, 4), ValueError, "first and last must ascend within the 3 key blocks, got 0 to 4"),
-    (lambda b: b.slice_kv(-1, 2), ValueError, "first must be at least 0, got -1"),
 ])
 def test_methods_refuse(call, error, message):
     with pytest.raises(error, match=message):
@@ -234,7 +226,7 @@ def test_zero_sizes():
     none = torch.zeros(0, 1, 3, dtype=torch.int32)
     lists = BlockLists(none, torch.zeros(0, 1, 3, 2, dtype=torch.int32), torch.zeros(0, 1, 4, dtype=torch.int32), 4)
     assert lists.max_q_length == 1
-    assert BlockLists.from_mask(torch.ones(0, 0, dtype=torch.bool), 4, 4)[:1, :1].num_q_blocks == 0
+    assert BlockLists.from_mask(torch.ones(0, 0, dtype=torch.bool), 4, 4).num_q_blocks == 0
 
 
 def test_numpy_integers_are_integers():
@@ -243,7 +235,6 @@ def test_numpy_integers_are_integers():
     assert type(lists.q_offsets) is int and type(lists.num_kv_blocks) is int and type(lists.max_kv_length) is int
     lists.check_values(np.int64(48), np.int64(16))
     assert lists.to_block_mask(np.int64(48), np.int64(16)).seq_lengths == (48, 16)
-    assert torch.equal(lists[np.int64(0)].slice_kv(np.int64(0), np.int64(1)).to_mask(), lists.to_mask()[..., :1])
 
 
 # Looking at lists, and at parts of them
@@ -284,34 +275,30 @@ def test_to_moves_every_tensor():
         assert getattr(moved, field).device.type == "meta" if isinstance(x, torch.Tensor) else getattr(moved, field) == x
 
 
+def _of_group(x, batch, kv_head, kv_heads):
+    """One batch element's part of a field, of a key head and its query heads; what is shared stays so."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    x, each = x[batch:batch + 1] if len(x) > 1 else x, x.shape[1] // kv_heads
+    return x[:, kv_head * each:(kv_head + 1) * each] if x.shape[1] > 1 else x
+
+
 @everywhere
 @pytest.mark.parametrize("name", patterns("cpu"))
 def test_a_batch_element_and_its_heads_alone(device, impl, name):
     lists, heads, kv_heads, q_len, kv_len = patterns(device)[name]
     q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 16, device, impl=impl)
     whole = block_sparse_attention(q, k, v, lists, impl=impl)
-    own = max(x.shape[1] for x in lists.to_fields() if isinstance(x, torch.Tensor))  # as the lists count heads
     for batch in range(2):
         for kv_head in range(kv_heads):
             group = heads // kv_heads
             queries = slice(kv_head * group, (kv_head + 1) * group)
-            part = lists[batch, queries if own == heads else kv_head]
+            part = BlockLists.from_fields(*[_of_group(x, batch, kv_head, kv_heads) for x in lists.to_fields()])
             alone = block_sparse_attention(q[batch:batch + 1, queries], *(x[batch:batch + 1, kv_head:kv_head + 1] for x in (k, v)), part,
                                            impl=impl)
             # How many tiles a launch has decides which lists are split, and so the order of sums.
             close = dict(rtol=1e-3, atol=1e-3) if impl == "hopper" else {}
             torch.testing.assert_close(alone[0], whole[batch, queries], **close)
-
-
-def test_heads_are_sliced_in_whole_groups():
-    offsets = torch.tensor([[[0, 4, 8], [0, 2, 8]]], dtype=torch.int32)
-    lists = BlockLists.from_mask(torch.ones(1, 4, 2, 2, dtype=torch.bool), 4, offsets)
-    assert torch.equal(lists[:, 2:].kv_offsets, offsets[:, 1:]) and lists[:, 2:].counts.shape[1] == 2
-    assert torch.equal(lists[:, 1].kv_offsets, offsets[:, :1]) and torch.equal(lists[:, -1].kv_offsets, offsets[:, 1:])
-    assert lists[5].counts.shape == lists.counts.shape, "what is shared stays so"
-    assert lists[:, 2:2].counts.shape[1] == 0
-    with pytest.raises(ValueError, match="head must take whole groups of 2, of which kv_offsets have one entry each, got 1 to 3"):
-        lists[:, 1:3]
 
 
 @everywhere
@@ -326,18 +313,16 @@ def test_shares_of_the_keys_merge_to_the_whole(device, impl, name):
     starts, parts = lists.kv_bounds(kv_len)[0][0, 0].tolist() + [kv_len], []
     number = len(starts) - 1
     for first, last in ((0, number // 2), (number // 2, number)):
-        share = lists.slice_kv(first, last)
+        offsets, lengths = lists.kv_offsets, lists.kv_lengths
+        share = BlockLists.from_mask(
+            replace(lists, num_kv_blocks=number).to_mask()[..., first:last], lists.q_offsets,
+            offsets if isinstance(offsets, int) else offsets[..., first:last + 1] - offsets[..., first:first + 1],
+            q_lengths=lists.q_lengths, kv_lengths=None if lengths is None else lengths[..., first:last].contiguous())
         share.check_values(q_len, starts[last] - starts[first])
         parts.append(block_sparse_attention(q, *(x[:, :, starts[first]:starts[last]] for x in (k, v)), share, return_lse=True, impl=impl))
     merged, lse = merge_attention(*zip(*parts))
     assert (merged - whole).abs().max() < 4e-3
     torch.testing.assert_close(lse, whole_lse, atol=1e-3, rtol=1e-3)
-
-
-def test_a_share_keeps_the_order_of_its_lists():
-    lists = BlockLists(torch.tensor([[[3]]], dtype=torch.int32), torch.tensor([[[[5, 1, 3, 2]]]], dtype=torch.int32), 4, 4, num_kv_blocks=6)
-    share = lists.slice_kv(1, 4)
-    assert share.counts.tolist() == [[[2]]] and share.indices[0, 0, 0, :2].tolist() == [0, 2] and share.num_kv_blocks == 3
 
 
 @pytest.mark.parametrize("make, name", [
