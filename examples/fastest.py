@@ -24,22 +24,28 @@ from ssta.pipelines import Schedule
 from ssta.pipelines.patch.family import Family
 
 MODELS = ("wan", "hunyuan_video_15", "hunyuan_video", "ltx", "cogvideox", "mochi")
+# Options that say nothing without it.
+OF_SSTA = ("preset", "topk", "density", "pad_type", "dense_steps", "side_by_side")
 
 
 class Fastest(Way):
     """Each part of a recipe by a switch."""
 
     def options(self, parser: argparse.ArgumentParser) -> None:
+        parser.prog += " MODEL"
         parser.add_argument("--dense", action="store_true", help="without SSTA, to see what the rest gives")
         parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
         parser.add_argument("--tune", action="store_true", help="have the compiler try launches of its kernels; takes longer at first")
         parser.add_argument("--quantize", choices=("best", *QUANTIZED), help="8-bit linear layers; best: float8 where the GPU has it")
         parser.add_argument("--cache", choices=CACHES, help="skip steps that change little")
-        parser.add_argument("--cache-options", type=json.loads, default={}, metavar="JSON",
+        parser.add_argument("--cache-options", type=json_object, default={}, metavar="JSON",
                             help='of the cache\'s own configuration, such as \'{"threshold": 0.1}\'')
         parser.add_argument("--lora", help="file or repository of a LoRA, which is fused into the weights")
 
     def check(self, options: argparse.Namespace, family: Family, kind: type) -> None:
+        given = [name for name in OF_SSTA if getattr(options, name) not in (None, False)]
+        if options.dense and given:
+            raise ValueError(f"--{given[0].replace('_', '-')} must be left out with --dense, which switches SSTA off")
         recipe_of(options).check(kind, device_of(options))
 
     @contextmanager
@@ -47,6 +53,17 @@ class Fastest(Way):
         recipe = recipe_of(options)
         with cooked(pipe, recipe, steps, share_out, config=config, schedule=schedule) as handle:
             yield handle
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """What a command line's JSON says."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object such as '{{\"threshold\": 0.1}}', got {text!r}")
+    return found
 
 
 def recipe_of(options: argparse.Namespace) -> Recipe:

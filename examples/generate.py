@@ -119,8 +119,8 @@ def main(example: Example, about: str, arguments: list[str] | None = None, way: 
 
 
 def parse(example: Example, about: str, arguments: list[str] | None, way: Way) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--prompt", default="A cat walks on the grass, realistic", help="what to show")
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--prompt", default="A cat walks on the grass, realistic", help="what to show; '%(default)s' if left out")
     parser.add_argument("--negative-prompt", help="what not to show")
     if example.image_pipeline is not None:
         parser.add_argument("--image", help="the first frame, a file or an address; takes the image-to-video weights")
@@ -128,7 +128,7 @@ def parse(example: Example, about: str, arguments: list[str] | None, way: Way) -
     for name, what in (("height", "pixels"), ("width", "pixels"), ("num-frames", "frames"), ("num-inference-steps", "denoising steps")):
         default = example.call.get(name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, help=f"{what}{f'; {default} if left out' if default else ''}")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise; %(default)s if left out")
     parser.add_argument("--preset", help="near, balanced or fast, or one for weights that were trained with SSTA; the family's if left out")
     parser.add_argument("--topk", type=int, help="tiles that each tile selects besides its neighbours; the family's if left out")
     parser.add_argument("--density", type=float, help="share of the video's tile pairs to compute exactly, in place of --topk")
@@ -138,8 +138,11 @@ def parse(example: Example, about: str, arguments: list[str] | None, way: Way) -
     parser.add_argument("--offload", action="store_true", help="keep only the model that is running on the GPU")
     way.options(parser)
     parser.add_argument("--cpu", action="store_true", help="run without a GPU")
-    parser.add_argument("--output", type=Path, default=Path("video.mp4"), help="file to write: " + ", ".join(VIDEO_FILES))
+    parser.add_argument("--output", type=Path, default=Path("video.mp4"),
+                        help=f"file to write, one of {', '.join(VIDEO_FILES)}; %(default)s if left out")
     options = parser.parse_args(arguments)
+    if options.cpu and options.offload:
+        parser.error("--offload must be left out with --cpu: there is no GPU whose memory it would save")
     if example.image_pipeline is None:
         options.image = None
     return options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import warnings
 from itertools import combinations
@@ -247,9 +248,15 @@ def test_the_script_takes_each_switch(recipe, lora, monkeypatch, capsys, tmp_pat
     assert "--quantize" in capsys.readouterr().out
     for arguments, message in ((["van"], "the first argument must be one of wan, .* got van"),
                                (["wan", *size, "--cache", "mag"], "cache 'mag' needs cache_options"),
+                               (["wan", *size, "--dense", "--density", "0.3"], "--density must be left out with --dense"),
                                (["hunyuan_video_15", *size, "--cache", "first-block"], "'taylor' takes any")):
         with pytest.raises(SystemExit, match=f"error: .*{message}"):
             fastest.run(arguments)
+    for arguments, message in ((["--cache-options", "0.1"], "must be a JSON object such as .*, got '0.1'"),
+                               (["--offload"], "--offload must be left out with --cpu")):
+        with pytest.raises(SystemExit, match="^2$"):
+            fastest.run(["wan", *size, *arguments])
+        assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.gpu
