@@ -193,15 +193,14 @@ def compare(model, inputs: dict[str, Tensor], size: Size, device: torch.device, 
 
 
 def draw(report: Report, clip: Tensor, output: Path) -> None:
-    """The three pictures; the query tile lies on the second ball, in the middle of the clip."""
-    from ssta.plot import plot_block_mask, plot_density, plot_selection
+    """The two pictures; the query tile lies on the second ball, in the middle of the clip."""
+    from ssta.plot import plot_block_mask, plot_selection
 
     t, h, w = report.layout.video[0].extent
     middle = t // 2
     row, column = thing_centre(1, middle / max(t - 1, 1))
     plot_selection(report, (middle, int(row * h), int(column * w)), images=clip[::PATCH[0]].cpu(), path=output / "selection.png")
     plot_block_mask(report, path=output / "block_mask.png")
-    plot_density(report, path=output / "density.png")
 
 
 @contextmanager

@@ -14,17 +14,17 @@ from .trained.sla import sparse_linear_attention
 from .trained.vsa import video_sparse_attention
 
 if TYPE_CHECKING:
-    from .plot import plot_block_mask, plot_density, plot_selection
+    from .plot import plot_block_mask, plot_selection
     from .report import explain
 
 __version__ = "0.1.0"
 
 # What only a person's curiosity needs is loaded when first asked for.
-_LAZY = {"explain": "report", "plot_block_mask": "plot", "plot_density": "plot", "plot_selection": "plot"}
+_LAZY = {"explain": "report", "plot_block_mask": "plot", "plot_selection": "plot"}
 
 __all__ = ["DenseRun", "SSTAConfig", "TextMask", "TileCache", "TileLayout", "TokenLayout", "VideoGrid", "dense_attention", "explain",
-           "plot_block_mask", "plot_density", "plot_selection", "prepare", "sparse_linear_attention", "ssta_3d_attention", "ssta_attention",
-           "tile_layout", "video_sparse_attention"]
+           "plot_block_mask", "plot_selection", "prepare", "sparse_linear_attention", "ssta_3d_attention", "ssta_attention", "tile_layout",
+           "video_sparse_attention"]
 
 
 def __getattr__(name: str):

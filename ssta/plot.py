@@ -1,4 +1,4 @@
-"""Pictures of what was selected, made from a Report: over the frames, as a block mask, and as density per head."""
+"""Pictures of what was selected, made from a Report: over the frames, and as a block mask."""
 
 from __future__ import annotations
 
@@ -147,51 +147,6 @@ def plot_block_mask(report: Report, *, head: int = 0, batch: int = 0, path: str 
     kept = float((kinds != _NOT).float().mean())
     axes.set_title(f"Tile pairs that head {head} computes: {kept:.0%} of {tiles} x {tiles}", fontsize=11)
     present = [kind for kind in (_WINDOW, _BUDGET, _BOTH, _TEXT, _NOT) if bool((kinds == kind).any())]
-    _add_legend(figure, _patches(matplotlib, present))
-    return _finish(figure, path)
-
-
-def plot_density(report: Report, *, batch: int = 0, path: str | Path | None = None) -> Figure:
-    """Draws, for every head, the share of tile pairs that it computes, split by why. Synchronises the device.
-
-    Args:
-        report: what ``explain`` returned.
-        batch: which batch element.
-        path: where to save the figure as well.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        TypeError: a report that ``explain`` did not make, an index that is no int, a path that is none.
-        ValueError: an index outside the batch, a path as in ``plot_selection``.
-    """
-    figure_class, matplotlib = _matplotlib(report, path)
-    lists = report.blocks.counts.shape[1]
-    shared = lists == 1
-    heads = 1 if shared else report.heads
-    shares = torch.zeros(heads, len(_LABELS), dtype=torch.float64)
-    for head in range(heads):
-        kinds = _categories(report, batch, head)
-        shares[head] = torch.bincount(kinds.flatten().long(), minlength=len(_LABELS)) / kinds.numel()
-    figure = figure_class(figsize=(min(max(6.5, 1.6 + 0.55 * heads), 16.0), 4.4), layout="constrained")
-    axes = figure.subplots()
-    bottom = torch.zeros(heads, dtype=torch.float64)
-    present = [kind for kind in (_WINDOW, _BOTH, _BUDGET, _TEXT) if bool((shares[:, kind] > 0).any())]
-    for kind in present:
-        axes.bar(range(heads), (100 * shares[:, kind]).numpy(), bottom=(100 * bottom).numpy(), width=0.7, color=_COLOURS[kind],
-                 edgecolor="white", linewidth=0.6)
-        bottom += shares[:, kind]
-    top = 100 * float(bottom.max())
-    if heads <= 24:
-        for head in range(heads):
-            axes.text(head, 100 * float(bottom[head]) + 0.02 * top, f"{float(bottom[head]):.0%}", ha="center", fontsize=9)
-    step = max(-(-heads // 32), 1)
-    axes.set_xticks(range(0, heads, step), ["all heads"] if shared else [str(head) for head in range(0, heads, step)])
-    axes.set_xlim(-0.9, heads - 0.1)
-    axes.set_ylim(0, 1.15 * max(top, 1e-3))
-    axes.set_xlabel("one pattern shared by all heads" if shared else "attention head")
-    axes.set_ylabel("tile pairs computed (%)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"How much of dense attention each head computes (mean {float(bottom.mean()):.0%})", fontsize=11)
     _add_legend(figure, _patches(matplotlib, present))
     return _finish(figure, path)
 

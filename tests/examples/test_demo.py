@@ -31,7 +31,7 @@ def clip(monkeypatch):
 def test_the_demo_end_to_end(demo, tmp_path, capsys):
     result = demo.main(["--canvas", "4x16x20", "--output", str(tmp_path), "--seed", "3"])
     assert json.loads((tmp_path / "report.json").read_text()) == result
-    for picture in ("selection.png", "block_mask.png", "density.png"):
+    for picture in ("selection.png", "block_mask.png"):
         assert (tmp_path / picture).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert result["canvas"] == [4, 16, 20] and result["seed"] == 3
     assert (result["video_tokens"], result["text_tokens"], result["valid_text_tokens"]) == (1280, 128, 72)

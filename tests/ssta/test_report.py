@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, explain
-from ssta.plot import plot_block_mask, plot_density, plot_selection
+from ssta.plot import plot_block_mask, plot_selection
 
 HEAD_DIM = 16
 # 2 x 4 x 4 tokens in tiles of 2 x 2 x 2: four tiles of eight; each looks at itself alone.
@@ -273,31 +273,6 @@ def test_block_mask_shows_every_pair(report, tmp_path):
     assert [label.get_text() for label in axes.get_xticklabels()] == ["frames 0-1", "frames 2-3", "frame 4", "text"]
 
 
-def test_density_bars_add_up(report, tmp_path):
-    figure = plot_density(report, path=tmp_path / "density.png")
-    assert is_png(tmp_path / "density.png")
-    axes = figure.axes[0]
-    heights = torch.zeros(3)
-    for bars in axes.containers:
-        heights += torch.tensor([bar.get_height() for bar in bars])
-    expected = 100 * report.blocks.to_mask()[0].float().mean((-1, -2))
-    torch.testing.assert_close(heights, expected)
-    assert len(axes.get_xticks()) == 3
-
-
-def test_one_bar_where_heads_share_a_pattern():
-    q, k, _ = qkv(32)
-    axes = plot_density(explain(q, k, GRID, **ALONE)).axes[0]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["all heads"]
-    assert sum(len(bars) for bars in axes.containers) == 1
-
-
-def test_key_heads_pattern_reaches_their_query_heads():
-    q, k, _ = qkv(32, heads=4, kv_heads=2)
-    report = explain(q, k, GRID, tile_thw=(2, 2, 2), sparse_type="block_attn", topk=2)
-    assert len(plot_density(report).axes[0].containers[0]) == 4
-
-
 @pytest.mark.parametrize("call, message", [
     (lambda r: plot_selection(r, (5, 0, 0)), r"query_thw must be a \(frame, row, column\) inside the grid \(5, 6, 8\), got \(5, 0, 0\)"),
     (lambda r: plot_selection(r, head=3), "head must be between 0 and 2, got 3"),
@@ -307,20 +282,20 @@ def test_key_heads_pattern_reaches_their_query_heads():
     (lambda r: plot_selection(r, frames=[]), r"frames must name at least one of the 5 latent frames, got \[\]"),
     (lambda r: plot_selection(r, images=torch.rand(5, 0, 8, 3)), r"images must be .* none of them empty, got \(5, 0, 8, 3\)"),
     (lambda r: plot_selection(r, images=numpy.zeros((5, 6, 8))), r"images must be \[5, height, width, 3\].*, got \(5, 6, 8\)"),
-    (lambda r: plot_density(r, path="/nonexistent/x.png"), "path must lie in a folder that exists, got '/nonexistent/x.png'"),
-    (lambda r: plot_density(r, path="x.nope"), "path must be a file that ends with one of .*png.*, got 'x.nope'"),
-    (lambda r: plot_density(r, path="."), "path must be a file that ends with one of"),
+    (lambda r: plot_block_mask(r, path="/nonexistent/x.png"), "path must lie in a folder that exists, got '/nonexistent/x.png'"),
+    (lambda r: plot_block_mask(r, path="x.nope"), "path must be a file that ends with one of .*png.*, got 'x.nope'"),
+    (lambda r: plot_block_mask(r, path="."), "path must be a file that ends with one of"),
     (lambda r: plot_selection(r, frames=[7]), "frames must name at least one of the 5 latent frames"),
     (lambda r: plot_selection(r, images=torch.rand(4, 6, 8, 3)), r"images must be \[5, height, width, 3\]"),
     (lambda r: plot_block_mask(r, head=-1), "head must be at least 0, got -1"),
-    (lambda r: plot_density(r, batch=2), "batch must be between 0 and 0, got 2"),
+    (lambda r: plot_block_mask(r, batch=2), "batch must be between 0 and 0, got 2"),
 ])
 def test_bad_input_of_the_pictures(report, call, message):
     with pytest.raises(ValueError, match=message):
         call(report)
 
 
-PICTURES = [plot_selection, plot_block_mask, plot_density]
+PICTURES = [plot_selection, plot_block_mask]
 
 
 @pytest.mark.parametrize("plot", PICTURES)
@@ -332,7 +307,7 @@ def test_the_pictures_are_of_a_report(plot, other):
 
 @pytest.mark.parametrize("call, message", [
     *((lambda r, plot=plot, head=head: plot(r, head=head), "head must be an int, got")
-      for plot in PICTURES[:2] for head in ("0", None, 0.5, True)),
+      for plot in PICTURES for head in ("0", None, 0.5, True)),
     *((lambda r, plot=plot: plot(r, batch="0"), "batch must be an int, got '0'") for plot in PICTURES),
     *((lambda r, plot=plot: plot(r, path=3), "path must be a str or a Path, got 3") for plot in PICTURES),
     (lambda r: plot_selection(r, grid="0"), "grid must be an int, got '0'"),
@@ -375,11 +350,11 @@ def test_a_layout_without_video_has_no_frames_to_draw():
     report = explain(q, k, TokenLayout((DenseRun(12),)), tile_thw=(2, 2, 2))
     with pytest.raises(ValueError, match="report must be of a layout with a video grid"):
         plot_selection(report)
-    assert len(plot_density(report).axes) == 1
+    assert len(plot_block_mask(report).axes) == 1
 
 
 def test_the_legend_fits_into_every_picture(report):
-    for figure in (plot_block_mask(report), plot_selection(report), plot_density(report)):
+    for figure in (plot_block_mask(report), plot_selection(report)):
         figure.canvas.draw()
         legend, = figure.legends
         box = legend.get_window_extent()
@@ -391,7 +366,7 @@ def test_without_matplotlib_the_message_names_the_extra(report, monkeypatch):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        plot_density(report)
+        plot_block_mask(report)
 
 
 def test_what_was_computed_exactly_is_said_of_a_compensated_layer():
