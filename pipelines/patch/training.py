@@ -22,6 +22,8 @@ from .processor import SSTAProcessor
 
 # From this density on a forward is dense: choosing what to leave out gains nothing.
 DENSE_FROM = 63 / 64
+# Of a density that falls to its target.
+FACTORS = 3
 
 
 class Velocities(NamedTuple):
@@ -141,7 +143,7 @@ def set_density(handle: SSTAHandle, density: float) -> None:
 
 
 class Ramp:
-    """A density that falls over the first steps of a training, from ``start`` to ``target`` in a few equal factors.
+    """A density that falls over the first steps of a training, from 1 to ``target`` in a few equal factors.
 
         ramp = Ramp(handle, 0.15, steps=100)
         for step in range(500):
@@ -157,29 +159,22 @@ class Ramp:
         handle: what ``apply_ssta`` returned.
         target: the density in (0, 1] from step ``steps`` on.
         steps: how many steps the others share; 0 = ``target`` at once.
-        start: the density of step 0, at least ``target``.
-        levels: how many values there are, ``start`` and ``target`` among them; at least 2, of which ``steps`` + 1 at most are reached.
 
     Attributes:
-        densities: the values that steps have, descending.
+        densities: the values that steps have, descending: four, or as many as there are steps for.
 
     Raises:
         TypeError, ValueError: values of the wrong kind or out of range, and what ``set_density`` raises, when it is called.
     """
 
-    def __init__(self, handle: SSTAHandle, target: float, steps: int, *, start: float = 1.0, levels: int = 4) -> None:
+    def __init__(self, handle: SSTAHandle, target: float, steps: int) -> None:
         if not isinstance(handle, SSTAHandle):
             raise TypeError(f"handle must be what apply_ssta returned, got {type(handle).__name__}")
-        target, start = _density("target", target), _density("start", start)
-        steps = require_int("steps", steps, 0)
-        levels = require_int("levels", levels, 2)
-        if start < target:
-            raise ValueError(f"start must be at least target = {target}, got {start}")
-        # With more levels than steps only those that a step has.
-        last = min(levels - 1, steps)
-        reached = [i if last < steps else i * (levels - 1) // steps for i in range(1, last)]
-        self.densities = ((target,) if start == target or not steps else
-                          (start, *(start * (target / start) ** (i / (levels - 1)) for i in reached), target))
+        target, steps = _density("target", target), require_int("steps", steps, 0)
+        # With fewer steps than factors only those that a step has.
+        last = min(FACTORS, steps)
+        falling = [target ** (i * FACTORS // last / FACTORS) for i in range(last)]
+        self.densities = tuple(dict.fromkeys([*falling, target]))
         self._handle, self._steps, self._step = handle, steps, 0
         self._set: float | None = None
 
