@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
-from ..lowering.chunks import Listed, extent, kv_partition, q_partition, work_queue
+from ..lowering.chunks import Listed, extent, full_chunk, kv_partition, q_partition, work_queue
 from ..lowering.outputs import empty_outputs, nothing_attended
 from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import LOG2E
@@ -46,7 +46,7 @@ _NUMBERS = ["width", "number", "lists", "list_batch", "list_group", "batches", "
 def _forward_kernel(q_desc, k_desc, v_desc, k_pieces, v_pieces, out_desc, lse, queue, partial_rows, partial_out, partial_lse,
                     width, number, lists, list_batch, list_group, batches, heads, group, q_len, shift, whole, splits, q_batch, k_batch,
                     v_batch, out_batch, scale_log2,
-                    CAUSAL: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr,
+                    CAUSAL: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr, FULL: gl.constexpr,
                     D: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, Q_TILES: gl.constexpr,
                     Q_REGISTERS: gl.constexpr, PIECES: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
@@ -78,8 +78,8 @@ def _forward_kernel(q_desc, k_desc, v_desc, k_pieces, v_pieces, out_desc, lse, q
 
     work = Work(q, k, v, tiles, again, tile_full, tile_free, q_full, k_full, v_full, done, v_zeroed, walked,
                 queue, width, number, lists, list_batch, list_group, batches, heads, group, gl.num_programs(0), whole, splits,
-                q_batch, k_batch, v_batch, out_batch, partial_rows, partial_out, partial_lse, PARTS, PIECES, WARPGROUPS,
-                Q_REGISTERS)
+                q_batch, k_batch, v_batch, out_batch, partial_rows, partial_out, partial_lse, PARTS, FULL, PIECES,
+                WARPGROUPS, Q_REGISTERS)
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (attend, (work, 0, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),
@@ -125,11 +125,12 @@ def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], 
     processors = multiprocessors(plan.device)
     config = config or hopper_forward_config(dim, rows.length, max_kv_length, causal, q.dtype == bfloat16, batch * heads * rows.number,
                                              processors, not listed.items.uniform)
+    full = config.chunk if causal else full_chunk(listed.items.length, config.chunk)
     # First of all, so that the GPU lowers the lists while the rest is prepared here.
-    queue = work_queue(plan, listed, config.chunk, kv_len - q_len if causal else None, config.pieces)
+    queue = work_queue(plan, listed, full, kv_len - q_len if causal else None, config.pieces, config.chunk // config.pieces)
     out, lse = empty_outputs(q, rows, in_place)
     plan.results += [lse] if in_place else [lse, out]
-    list_batch, list_heads, width = extent(listed, config.chunk)
+    list_batch, list_heads, width = extent(listed, full)
     places = processors * config.programs
     parts = -(-rows.length // (ROWS * config.warpgroups))
     tiles = batch * heads * rows.number * parts
@@ -137,7 +138,7 @@ def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], 
     numbers = (width, rows.number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads, batch, heads,
                heads // kv_heads, q_len, kv_len - q_len, tiles - split_tiles, splits,
                *[batch_tokens(x) or 0 for x in (q, k, v, out)])
-    kinds = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config)
+    kinds = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config, full)
     # Where no list is split anything else stands for them.
     results = partial_results(plan, split_tiles * splits, ROWS * config.warpgroups, dim) if split_tiles else (queue, lse, lse)
     plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *kinds.values()), (min(tiles + split_tiles * (splits - 1), places), 1, 1),
@@ -152,9 +153,9 @@ def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], 
 _launch, _forward = QuickLaunch(_forward_kernel), Plans(_write_forward)
 
 
-def constants(dim: int, config: HopperForwardConfig) -> dict[str, int]:
-    """Those of the kernel that follow from a configuration, in the kernel's order."""
-    return dict(ROWS=ROWS, CHUNK=config.chunk, D=dim, STAGES=config.stages, WARPGROUPS=config.warpgroups, OVERLAP=config.overlap,
+def constants(dim: int, config: HopperForwardConfig, full: int) -> dict[str, int]:
+    """Those of the kernel that follow from a configuration and the tokens of a full chunk, in the kernel's order."""
+    return dict(ROWS=ROWS, CHUNK=config.chunk, FULL=full, D=dim, STAGES=config.stages, WARPGROUPS=config.warpgroups, OVERLAP=config.overlap,
                 Q_TILES=2 if config.programs == 1 else 1, Q_REGISTERS=config.q_registers, PIECES=config.pieces)
 
 

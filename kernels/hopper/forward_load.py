@@ -51,6 +51,7 @@ class Work:
     partial_out: gl.tensor                 # [WARPGROUPS * ROWS, D], float32
     partial_lse: gl.tensor                 # [WARPGROUPS * ROWS]
     parts: gl.constexpr                    # tiles of a block
+    full: gl.constexpr                     # tokens of a full chunk, CHUNK or less
     pieces: gl.constexpr                   # of a packed chunk
     warpgroups: gl.constexpr
     q_registers: gl.constexpr              # whether a warpgroup multiplies by q from registers
@@ -248,11 +249,11 @@ def _load_chunk(work, i, batch, head, start, size, k_desc, v_desc):
 def _load_part(work, desc, pieces_desc, before, head, start, starts, sizes, full, buffer):
     """K or V of a full chunk from token ``start`` of a head on, ``before`` tokens behind the tensor's first; where ``start`` is below 0, of
     a packed one's pieces, with zeros behind those that are short."""
-    CHUNK: gl.constexpr = work.k.shape[4]
-    PIECE: gl.constexpr = CHUNK // work.pieces
+    FULL: gl.constexpr = work.full
+    PIECE: gl.constexpr = work.k.shape[4] // work.pieces
     mbarrier.expect(full, desc.block_type.nbytes)
     if start >= 0:
-        copy_in(desc, [FAR, head, before + start + CHUNK, FAR - CHUNK, 0], full, buffer)
+        copy_in(desc, [FAR, head, before + start + FULL, FAR - FULL, 0], full, buffer)
     else:
         for i in gl.static_range(work.pieces):
             copy_in(pieces_desc, [FAR, head, before + starts[i] + sizes[i], FAR - sizes[i], 0], full, buffer.slice(i * PIECE, PIECE, 3))
@@ -291,14 +292,14 @@ def _load_list(work, tile, first, begin, end, k_desc, v_desc, k_pieces, v_pieces
 @gluon.jit
 def _load_whole(work, tile, first, begin, end, k_desc, v_desc, CAUSAL: gl.constexpr):
     """``_load_list`` where packed chunks are partial ones."""
-    CHUNK: gl.constexpr = work.k.shape[4]
+    FULL: gl.constexpr = work.full
     batch, head = tile.at_head // work.heads, tile.at_head % work.heads // work.group
     starts, partial_starts, partial_sizes = starts_of(work, tile)
     for i in range(begin, end):
         full, partial = i, i - tile.full
         if CAUSAL:
             full, partial = i - tile.partial, i
-        size = gl.to_tensor(CHUNK)
+        size = gl.to_tensor(FULL)
         if (full >= 0) & (full < tile.full):
             start = gl.load(starts + full)
         else:

@@ -109,13 +109,13 @@ def _causal_chunks(work, tile, first, group: gl.constexpr, q, zero, acc, row_max
 
 @gluon.jit
 def _piece_sizes(work, tile, packed):
-    """How many keys each piece of the ``packed``-th packed chunk has, for every eight columns; all that fit where it is below 0."""
+    """How many keys each piece of the ``packed``-th packed chunk has, for every eight columns; a full chunk's where it is below 0."""
     PIECE: gl.constexpr = work.k.shape[4] // work.pieces
     eighth = eighths(work.k.shape[4])
     _, found = pieces_of(work, tile, packed)
     sizes = eighth * 0
     for i in gl.static_range(work.pieces):
-        sizes = gl.where(eighth // (PIECE // 8) == i, gl.where(packed < 0, PIECE, found[i]), sizes)
+        sizes = gl.where(eighth // (PIECE // 8) == i, gl.where(packed < 0, gl.minimum(work.full - i * PIECE, PIECE), found[i]), sizes)
     return sizes
 
 
@@ -139,6 +139,9 @@ def _step(work, tile, q, zero, p, acc, row_max, row_sum, i, size, scale_log2, fo
         if work.pieces > 1:
             size = _piece_sizes(work, tile, size)
         scores = hide_columns(scores, size, work.pieces)
+    elif work.full < work.k.shape[4]:
+        # Numbers of the compiler, which leave no more of this than the last few columns need.
+        scores = hide_columns(scores, work.full, 1)
     weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2, follows, FOLLOW)
     if OVERLAP:
         # Or the compiler would wait for both products before the exponentials.
@@ -191,7 +194,7 @@ def _walk(work, tile, first, q, group: gl.constexpr, shift, scale_log2, follows,
             if work.pieces > 1:
                 scores = hide_columns(scores, _piece_sizes(work, tile, 0 - tile.full), work.pieces)
             else:
-                size = CHUNK
+                size = work.full
                 if tile.full == 0:
                     size = gl.load(sizes - 1)
                 scores = hide_columns(scores, size, work.pieces)
@@ -199,7 +202,7 @@ def _walk(work, tile, first, q, group: gl.constexpr, shift, scale_log2, follows,
         acc = rescale(acc, alpha)
         p = gl.convert_layout(round_pairs(weights, dtype), p_layout)
         for i in range(begin + 1, full_end):
-            p, acc, row_max, row_sum = _step(work, tile, q, zero, p, acc, row_max, row_sum, i, CHUNK, scale_log2, follows, False,
+            p, acc, row_max, row_sum = _step(work, tile, q, zero, p, acc, row_max, row_sum, i, work.full, scale_log2, follows, False,
                                            FOLLOW, OVERLAP)
         if not CAUSAL:
             for i in range(gl.maximum(full_end, begin + 1), end):

@@ -1,7 +1,8 @@
 """Lists of blocks become lists of chunks: runs of at most CHUNK tokens that a kernel loads in one step, full ones apart from partial ones.
 
-The kernels then have one simple loop over full chunks, with no mask at all, and one over the partial chunks, which a ragged tail or the
-causal diagonal crosses, whatever the blocks looked like. The order inside a list is free, so this costs nothing but one small launch.
+The kernels then have one simple loop over full chunks, with no mask or with one that the compiler knows (see ``full_chunk``), and one over
+the partial chunks, which a ragged tail or the causal diagonal crosses, whatever the blocks looked like. The order inside a list is free, so
+this costs nothing but one small launch.
 """
 
 from __future__ import annotations
@@ -87,6 +88,17 @@ class Listed(NamedTuple):
         return cls(counts, indices, Partition(*bounds[:2], *fixed[0]), Partition(*bounds[2:], *fixed[1]))
 
 
+def full_chunk(length: int, room: int) -> int:
+    """Tokens of a full chunk, of blocks of ``length`` tokens in a kernel that has room for ``room`` in a step.
+
+    ``room`` itself, or, where the longest blocks do not end with a full step, an equal share of such a block, so that all of it lies in
+    full chunks: then the kernel knows when it is compiled which columns of a full chunk to hide. Not where more than a quarter of the room
+    would stay empty, as several shorter chunks may fit into it.
+    """
+    share, rest = divmod(length, -(-length // room))
+    return room if rest or 4 * share <= 3 * room else share
+
+
 def q_partition(blocks: BlockLists, tokens: int) -> Partition:
     """How the query tokens are partitioned."""
     uniform = isinstance(blocks.q_offsets, int) and blocks.q_lengths is None
@@ -116,10 +128,10 @@ _NUMBERS = ["list_batch", "list_head", "list_group", "row_batch", "row_head", "r
 
 @triton.jit
 def _list_chunks(lists, bounds, item_bounds, row, head, batch, starts, sizes, width, parts, shift,
-                 CHUNK: tl.constexpr, PIECES: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, ROWS_ARE_QUERIES: tl.constexpr):
+                 CHUNK: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr,
+                 ROWS_ARE_QUERIES: tl.constexpr):
     """Writes the chunks of one row to its ``starts`` and ``sizes``: (first token of the row, its tokens, full chunks, partial chunks,
     packed chunks)."""
-    PIECE: tl.constexpr = CHUNK // PIECES
     list_row = row_of_lists(lists, batch.to(tl.int64), head, row)
     row_at = batch * bounds.batch + head // bounds.group * bounds.head
     item_at = batch * item_bounds.batch + head // item_bounds.group * item_bounds.head
@@ -179,8 +191,8 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     out_row = (batch.to(tl.int64) * heads + head) * rows + row
     _, _, n_full, n_partial, _ = _list_chunks(lists, bounds, item_bounds, row, head, batch, starts + out_row * width,
-                                              sizes + out_row * width, width, parts, shift, CHUNK, 1, SEGMENT, CAUSAL,
-                                              ROWS_ARE_QUERIES)
+                                              sizes + out_row * width, width, parts, shift, CHUNK, CHUNK, 1, SEGMENT,
+                                              CAUSAL, ROWS_ARE_QUERIES)
     tl.store(full + out_row, n_full)
     tl.store(partial + out_row, n_partial)
 
@@ -189,7 +201,8 @@ def _chunks_kernel(counts, indices, row_starts, row_sizes, item_starts, item_siz
 def _queue_kernel(counts, indices, row_starts, row_sizes, item_starts, item_sizes, queue,
                   list_batch, list_head, list_group, row_batch, row_head, row_group, item_batch, item_head, item_group,
                   heads, rows, items, row_length, row_tokens, item_length, item_tokens, capacity, width, parts, shift,
-                  CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, PIECES: tl.constexpr, EARLY: tl.constexpr):
+                  CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CAUSAL: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+                  EARLY: tl.constexpr):
     """The same as ``work_queue`` says."""
     if EARLY:
         # A kernel that waits by itself for what this one writes may come onto the GPU.
@@ -204,7 +217,8 @@ def _queue_kernel(counts, indices, row_starts, row_sizes, item_starts, item_size
     sizes = starts + total * width
     at = (first_row + row) * width
     row_start, row_size, n_full, n_partial, n_packed = _list_chunks(
-        lists, bounds, item_bounds, row, head, batch, starts + at, sizes + at, width, parts, shift, CHUNK, PIECES, SEGMENT, CAUSAL, True)
+        lists, bounds, item_bounds, row, head, batch, starts + at, sizes + at, width, parts, shift, CHUNK, PIECE, PIECES, SEGMENT, CAUSAL,
+        True)
     rank = _rank(lists, row_of_lists(lists, batch.to(tl.int64), head, 0), row, rows, SEGMENT)
     entry = queue + HEADER + (first_row + rank) * ENTRY
     tl.store(entry, row_start)
@@ -236,7 +250,7 @@ def chunk_lists(listed: Listed, heads: int, chunk: int, causal_shift: int | None
     Args:
         listed: the lists; of a transpose, rows are key blocks and items query blocks.
         heads: of the kernel that reads the chunks.
-        chunk: tokens of a chunk, a power of two.
+        chunk: tokens of a full chunk.
         causal_shift: Skv - Sq under a causal mask, else None. Chunks that no row sees are dropped.
         rows_are_queries: False for a transpose.
     """
@@ -249,14 +263,14 @@ def block_lists(counts: Tensor, indices: Tensor, heads: int, items: int) -> List
     return Lists(counts.contiguous(), indices.contiguous(), *shared_strides(counts, heads), indices.shape[3], items)
 
 
-def work_queue(plan: Plan, listed: Listed, chunk: int, causal_shift: int | None = None, pieces: int = 1) -> Tensor:
+def work_queue(plan: Plan, listed: Listed, chunk: int, causal_shift: int | None = None, pieces: int = 1, piece: int = 0) -> Tensor:
     """The result of ``chunk_lists`` for query rows in one tensor, together with the order in which to take the rows: for each
     (batch, head) the longest list first.
 
     A part of ``plan`` and written at every call, whatever the lists are: whoever takes rows counts in it, so it serves one launch.
 
-    Packed chunks: every partial chunk is cut into pieces of ``chunk`` / ``pieces`` tokens, the last of which may be shorter, and of all
-    these, as they follow one another, ``pieces`` make a packed chunk. With one piece that is the partial chunk itself.
+    Packed chunks: every partial chunk is cut into pieces of ``piece`` tokens, the last of which may be shorter, and of all these, as they
+    follow one another, ``pieces`` make a packed chunk. With one piece that is the partial chunk itself.
 
     int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which six are used:
     first token, tokens, full chunks, packed chunks, row, partial chunks; then, as in ``ChunkLists`` and indexed by row, all starts; then
@@ -267,7 +281,8 @@ def work_queue(plan: Plan, listed: Listed, chunk: int, causal_shift: int | None 
     partial = not items.uniform or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
     queue = plan.working(HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width), dtype=torch.int32)
     # What is launched after a queue may begin before it is written.
-    _launch(plan, _launch_queue, listed, chunk, causal_shift, dict(PIECES=pieces, EARLY=plan.device.type == "cuda"), [queue])
+    more = dict(PIECE=piece or chunk, PIECES=pieces, EARLY=plan.device.type == "cuda")
+    _launch(plan, _launch_queue, listed, chunk, causal_shift, more, [queue])
     return queue
 
 

@@ -5,7 +5,7 @@ import torch
 from cases import INTERPRETED, ragged
 
 from ssta.kernels import BlockLists
-from ssta.kernels.lowering.chunks import ENTRY, HEADER, Listed, chunk_lists, extent, kv_partition, q_partition, work_queue
+from ssta.kernels.lowering.chunks import ENTRY, HEADER, Listed, chunk_lists, extent, full_chunk, kv_partition, q_partition, work_queue
 from ssta.kernels.lowering.plans import Plan, Planned
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter is off")
@@ -50,6 +50,13 @@ def test_the_queue_has_no_room_for_partial_chunks_where_there_are_none(tokens, c
     entries = queue[HEADER.value:HEADER.value + 3 * ENTRY.value].view(3, -1)
     assert queue.numel() == HEADER.value + 3 * (ENTRY.value + (1 + sizes) * 3 * 3)
     assert bool((entries[:, 3] > 0).any()) == bool(sizes)
+
+
+@pytest.mark.parametrize("length, room, expected", [
+    (128, 128, 128), (384, 128, 128), (120, 128, 120), (120, 64, 60), (126, 128, 126), (360, 64, 60), (240, 128, 120), (97, 128, 97),
+    (96, 128, 128), (75, 64, 64), (1, 64, 64), (130, 128, 128)])
+def test_a_full_chunk_is_an_equal_share_of_the_longest_blocks_or_fills_a_step(length, room, expected):
+    assert full_chunk(length, room) == expected
 
 
 def test_every_call_has_a_queue_of_its_own():

@@ -150,8 +150,8 @@ def test_other_configurations_give_the_same(config, walks):
 @pytest.mark.parametrize("pieces", [2, 4, 8])
 def test_packed_chunks_hold_every_key_of_the_partial_ones_once(pieces, monkeypatch):
     """As they follow one another, each cut into pieces, and packed as densely as whole pieces allow."""
-    lengths = torch.randint(0, 64, (300,)).tolist()
-    blocks = BlockLists.from_mask(torch.ones(1, 300, dtype=torch.bool), 64, ragged(lengths, "cpu"))
+    lengths = torch.randint(0, 64, (300,)).tolist() + [64]
+    blocks = BlockLists.from_mask(torch.ones(1, 301, dtype=torch.bool), 64, ragged(lengths, "cpu"))
     load, found = module("forward_load"), []
     take = load._take_tile
     monkeypatch.setattr(load, "_take_tile", lambda work, place: (found.append((work, take(work, place))), found[-1][1])[1])
@@ -162,7 +162,7 @@ def test_packed_chunks_hold_every_key_of_the_partial_ones_once(pieces, monkeypat
     chunks = [load.pieces_of(work, tile, torch.tensor(packed)) for packed in range(int(tile.partial))]
     got = [(int(start), int(size)) for starts, sizes in chunks for start, size in zip(starts, sizes) if size > 0]
     piece, first, wanted = 64 // pieces, 0, []
-    for length in lengths:
+    for length in lengths[:-1]:
         wanted += [(first + before, min(length - before, piece)) for before in range(0, length, piece)]
         first += length
     assert got == wanted and len(chunks) == -(-len(wanted) // pieces)
@@ -245,6 +245,24 @@ def test_keys_of_other_blocks_change_no_bits(value):
     k[:, :, 250] = value
     after = run("forward", q, k, v, blocks, 0.125, False, late=False)[0]
     assert torch.equal(after[:, :, :100], before[:, :, :100]) and not torch.equal(after[:, :, 100:], before[:, :, 100:])
+
+
+@pytest.mark.parametrize("lengths", [120, 126, 100, 60, 240, [126, 126, 42, 126, 126, 77], [60, 60, 30, 60, 60, 9],
+                                     [105, 105, 35, 105, 105, 1]], ids=str)
+@pytest.mark.parametrize("dim, speed", [*zip((64, 128), SPEEDS)])
+def test_blocks_a_little_shorter_than_a_step(lengths, dim, speed, every_row_fails):
+    """Equal ones fill the step of every chunk equally; NaN right behind them stays out."""
+    late, dtype = speed
+    sizes = [lengths] * 5 + [lengths // 2] if isinstance(lengths, int) else lengths
+    cut = lengths if isinstance(lengths, int) else ragged(lengths, "cpu")
+    mask = torch.tensor([[1, 0, 1, 0, 1, 1], [0, 0, 1, 0, 0, 1], [0] * 6, *[[1, 0, 1, 0, 1, 0]] * 3])
+    blocks = BlockLists.from_mask(mask.bool(), cut, cut)
+    q, k, v = inputs(1, 2, 1, sum(sizes), sum(sizes), dim, dtype=dtype)
+    expected = assert_right(q, k, v, blocks, False, late)
+    for block in (1, 3):
+        k[:, :, sum(sizes[:block]):sum(sizes[:block + 1])] = v[:, :, sum(sizes[:block]):sum(sizes[:block + 1])] = float("nan")
+    got = run("forward", q, k, v, blocks, 0.125, False, late=late)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected))
 
 
 def gradients(q, k, v, blocks, deterministic, late, dout, dlse, causal=False):

@@ -70,6 +70,28 @@ def test_short_blocks_of_which_several_fill_a_chunk(kind, dtype, dim, monkeypatc
     assert_as_exact_as_torch(partial(block_sparse_attention, blocks=blocks, return_lse=True, impl="hopper"), q, k, v, blocks, block=64)
 
 
+@both
+@pytest.mark.parametrize("lengths", [120, 360, [126] * 9 + [42, 126, 77], [60] * 9 + [30, 60, 9]], ids=str)
+def test_blocks_a_little_shorter_than_a_step(lengths, dtype, dim, programs):
+    """Equal ones fill the step of every chunk equally; NaN in the blocks right behind them stays out."""
+    cut = lengths if isinstance(lengths, int) else ragged(lengths, "cuda")
+    bounds = torch.tensor([0] + ([lengths] * 11 + [lengths // 2] if isinstance(lengths, int) else lengths)).cumsum(0).tolist()
+    mask = some(1, HEADS, 12, 12)
+    mask[..., 0, 1], mask[..., 0, 0] = False, True
+    blocks = BlockLists.from_mask(mask, cut, cut)
+    q, k, v = fused(1, bounds[-1], dim, dtype)
+    attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, impl="hopper")
+    assert_as_exact_as_torch(attend, q, k, v, blocks, block=64)
+    before = attend(q, k, v)
+    k[:, :, bounds[1]:bounds[2]] = v[:, :, bounds[1]:bounds[2]] = float("nan")
+    after = attend(q, k, v)
+    for row in range(12):
+        rows = slice(bounds[row], bounds[row + 1])
+        for head in range(HEADS):
+            for old, new in zip(before, after):
+                assert new[:, head, rows].isnan().all() if mask[0, head, row, 1] else torch.equal(new[:, head, rows], old[:, head, rows])
+
+
 @orders
 @both
 @pytest.mark.parametrize("sizes", [(100, 100), (192, 384)], ids=str)

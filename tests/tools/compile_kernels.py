@@ -236,6 +236,13 @@ def hopper_cases() -> dict[str, Case]:
             (90,), partial(attend, dim, DTYPES[name], rows, keys, causal, False, True, ragged), HOPPER_FORWARD,
             Allowed(reloads=RELOADS_OF_CAUSAL_FORWARD if causal else RELOADS_OF_THREE, spilled=SPILLS), usual=None if usual else (),
             processors=1, programs=(3 if dim == 64 else 2) if rows == 64 and not causal else 1)
+    # Full chunks that leave some columns of a step empty.
+    for block, ragged, dim, name in (
+            (120, False, 128, "bf16"), (126, True, 128, "bf16"), (60, True, 64, "bf16"), (360, False, 128, "fp16")):
+        found[f"hopper forward {block}x{block} D={dim} {name}{' ragged' * ragged}"] = Case(
+            (90,), partial(attend, dim, DTYPES[name], block, block, False, False, True, ragged), HOPPER_FORWARD,
+            Allowed(reloads=RELOADS_OF_THREE, spilled=SPILLS), usual=None if block == 126 else (), processors=1,
+            programs=(3 if dim == 64 else 2) if block <= 64 else 1)
     for dim, name, deterministic, ragged, causal in product((64, 128), ("bf16", "fp16"), (True, False), (False, True), (False, True)):
         allowed = RELOADS_OF_CAUSAL[dim] if causal else (RELOADS_OF_FP16 if name == "fp16" else RELOADS) * (dim == 128)
         # The dtype, the order of adds, and where tiles end do not interact.
