@@ -19,19 +19,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
-from ..lowering.chunks import Listed, Partition, kv_partition, q_partition, shared_strides
+from ..lowering.chunks import Listed, kv_partition, q_partition, shared_strides
 from ..lowering.dq_accum import KEYS, QUERIES, backward_postprocess, backward_preprocess
 from ..lowering.dq_schedule import FIELDS, NEXT, ROWS, lock_values, schedule
-from ..lowering.inputs import loaded, strided
+from ..lowering.inputs import strided
 from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, Tiles, fit
-from ..lowering.tma import tma_tiles
+from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks, tma_tiles
 from ..lowering.transposed import transposed_lists
 from .backward_iterator import Lists
-from .backward_partitions import Gradient, announce_dq, compute_dk_dv, compute_dq, load, wait_turn
+from .backward_partitions import Rows, announce_dq, compute_dk_dv, compute_dq, load, wait_turn
 from .backward_smem import Work
-from .primitives import barrier_ring, fill_selector, ring_init
+from .primitives import axis_of, barrier_ring, fill_selector, in_stages, ring_init
 from .spin_timeouts import counter, spin_timeouts
 
 __all__ = ["constants", "hopper_backward", "spin_timeouts"]
@@ -43,48 +43,49 @@ OPTIONS = dict(num_warps=4, maxnreg=128)
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker. Numbers stand one by one because
 # Triton (3.6 to 3.9) specialises the members of a tuple whatever ``do_not_specialize`` says.
-_NUMBERS = ["dk_batch", "dk_head", "dk_row", "dv_batch", "dv_head", "dv_row", "list_batch", "list_head", "list_group", "q_batch", "q_head",
-            "q_group", "width", "group", "heads", "blocks", "parts", "q_len", "q_length", "slots", "shift", "number", "tail"]
+_NUMBERS = ["k_tokens", "v_tokens", "q_tokens", "do_tokens", "dk_tokens", "dv_tokens", "list_batch", "list_head", "list_group", "q_batch",
+            "q_head", "q_group", "width", "group", "heads", "blocks", "parts", "q_len", "q_length", "slots", "shift", "number", "tail"]
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
-def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsum_desc, dk, dv, dq_semaphore,
-                     spin_timeouts, tiles, counts, indices, lock_values, skipped, q_starts, q_sizes, dq_accum,
-                     dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, list_batch, list_head, list_group, q_batch, q_head, q_group,
-                     width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, tail, scale_log2, scale,
-                     UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
-                     PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
-                     DQ_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr):
+def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsum_desc, dq_semaphore, spin_timeouts, tiles, counts,
+                     indices, lock_values, skipped, q_starts, q_sizes, dq_accum,
+                     k_tokens, v_tokens, q_tokens, do_tokens, dk_tokens, dv_tokens, list_batch, list_head, list_group, q_batch, q_head,
+                     q_group, width, group, heads, blocks, parts, q_len, q_length, slots, shift, number, tail, scale_log2, scale,
+                     UNIFORM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, RAGGED: gl.constexpr,
+                     CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr,
+                     OTHER_REGISTERS: gl.constexpr):
     WARPGROUPS: gl.constexpr = 2
     # More than the iterations for which a number is kept: STAGES and DS_STAGES, and the dQ partition's and ANNOUNCED behind them.
     NUMBERS: gl.constexpr = 16
     PIECES: gl.constexpr = D // 64
     ANNOUNCED: gl.constexpr = 4 * PIECES
-    QUERIES: gl.constexpr = q_desc.block_type.shape[2]
-    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    QUERIES: gl.constexpr = axis_of(q_desc.block_type.shape, -2)
+    KEYS: gl.constexpr = axis_of(k_desc.block_type.shape, -2)
     first = gl.program_id(0)
     if DETERMINISTIC:
         first = gl.load(tiles + (number + tail + first) * FIELDS + NEXT)
     elif first >= number - tail:
         first = gl.load(tiles + (tail + first) * FIELDS + NEXT)
-    if PARTIAL_KEYS and not DETERMINISTIC:
+    if RAGGED and not DETERMINISTIC:
         if gl.load(tiles + first * FIELDS + ROWS) <= 0:
             return
 
     dtype: gl.constexpr = q_desc.dtype
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], v_desc.layout)
-    q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], q_desc.layout)
-    do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], do_desc.layout)
+    k = gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout)
+    q = gl.allocate_shared_memory(dtype, in_stages(STAGES, q_desc.block_type.shape), q_desc.layout)
+    do = gl.allocate_shared_memory(dtype, in_stages(STAGES, do_desc.block_type.shape), do_desc.layout)
     lse_dpsum = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, QUERIES, 16], lse_dpsum_desc.layout)
     slot_ring = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], numbers)
     lock_ring = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], numbers)
-    sizes = gl.allocate_shared_memory(gl.int32, [STAGES, 1], numbers)
     limits = gl.allocate_shared_memory(gl.int32, [STAGES, 1], numbers)
-    selector = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS // WARPGROUPS, 16],
+    # Where tiles have fewer keys each warpgroup has its own, see select_keys.
+    selector = gl.allocate_shared_memory(gl.bfloat16, [2 * WARPGROUPS if RAGGED else 2, KEYS // WARPGROUPS, 16],
                                          gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16))
-    fill_selector(selector)
+    if not RAGGED:
+        fill_selector(selector)
     ds = gl.allocate_shared_memory(dtype, [DS_STAGES, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype))
     k_full, k_empty, v_full, v_empty = barrier_ring(1), barrier_ring(1), barrier_ring(1), barrier_ring(1)
     q_full, do_full, q_empty = barrier_ring(STAGES), barrier_ring(STAGES), barrier_ring(STAGES)
@@ -101,41 +102,38 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
     ring_init(q_empty, WARPGROUPS)
     ring_init(ds_full, WARPGROUPS)
     # Rings that nobody would use are no rings, see ring_init.
-    told, turn, dq_full, dq_empty, zeroed = k_full, k_full, k_full, k_full, k_full
+    told, turn, dq_full, dq_empty = k_full, k_full, k_full, k_full
     if DETERMINISTIC:
         told, turn, dq_full, dq_empty = barrier_ring(NUMBERS), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED), barrier_ring(ANNOUNCED)
         ring_init(told, 1)
         ring_init(turn, 1)
         ring_init(dq_full, 1)
         ring_init(dq_empty, 1)
-    if PARTIAL_QUERIES:
-        zeroed = barrier_ring(1)
-        ring_init(zeroed, WARPGROUPS)
     # TMA must see the barriers before it signals them.
     fence_async_shared()
 
-    work = Work(k, v, q, do, lse_dpsum, slot_ring, lock_ring, sizes, limits, selector, ds, k_full, k_empty, v_full, v_empty, q_full,
-                do_full, q_empty, ds_full, ds_empty, told, turn, dq_full, dq_empty, zeroed, tiles, first)
+    work = Work(k, v, q, do, lse_dpsum, slot_ring, lock_ring, limits, selector, ds, k_full, k_empty, v_full, v_empty, q_full, do_full,
+                q_empty, ds_full, ds_empty, told, turn, dq_full, dq_empty, tiles, first)
     lists = Lists(counts, indices, lock_values, skipped, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
                   width, group, heads, blocks, parts, q_len, q_length, slots, shift, UNIFORM, CAUSAL, DETERMINISTIC)
-    to_dk = Gradient(dk_desc, dk, dk_batch, dk_head, dk_row)
-    to_dv = Gradient(dv_desc, dv, dv_batch, dv_head, dv_row)
+    to_dk, to_dv = Rows(dk_desc, dk_tokens), Rows(dv_desc, dv_tokens)
+    of_k, of_v, of_q, of_do = Rows(k_desc, k_tokens), Rows(v_desc, v_tokens), Rows(q_desc, q_tokens), Rows(do_desc, do_tokens)
     if DETERMINISTIC:
         gl.warp_specialize([
-            (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
-            (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
+            (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, RAGGED, CAUSAL)),
+            (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, RAGGED, CAUSAL)),
             (compute_dq, (work, dq_accum, D, True)),
-            (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES)),
+            (load, (work, lists, of_k, of_v, of_q, of_do, lse_dpsum_desc, RAGGED)),
             (wait_turn, (work, dq_semaphore, spin_timeouts, PIECES)),
             (announce_dq, (work, dq_semaphore, 0, PIECES)),
             (announce_dq, (work, dq_semaphore, 1, PIECES)),
         ], [4, 4, 1, 1, 1, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])
     else:
         gl.warp_specialize([
-            (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
-            (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, PARTIAL_QUERIES, PARTIAL_KEYS, CAUSAL)),
+            (compute_dk_dv, (work, 0, to_dk, to_dv, scale_log2, scale, D, RAGGED, CAUSAL)),
+            (compute_dk_dv, (work, 1, to_dk, to_dv, scale_log2, scale, D, RAGGED, CAUSAL)),
             (compute_dq, (work, dq_accum, D, False)),
-            (load, (work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES)),
+            (load, (work, lists, of_k, of_v, of_q, of_do, lse_dpsum_desc, RAGGED)),
         ], [4, 4, 1], [MULTIPLY_REGISTERS, DQ_REGISTERS, OTHER_REGISTERS])
 
 
@@ -151,8 +149,8 @@ def hopper_backward(
     """
     listed = Listed.of(blocks, q_partition(blocks, q.shape[2]), kv_partition(blocks, k.shape[2]))
     lists = transposed_lists(listed) if flipped is None else (flipped.counts.contiguous(), flipped.indices.contiguous())
-    dq, dk, dv = _backward((*map(loaded, (q, k, v, dout)), strided(out), lse, dlse), (*lists, *listed.tensors), listed.fixed, scale, causal,
-                           deterministic)
+    dq, dk, dv = _backward((*map(chunks_ready, (q, k, v, dout)), strided(out), lse, dlse), (*lists, *listed.tensors), listed.fixed, scale,
+                           causal, deterministic)
     return dq, dk, dv
 
 
@@ -182,19 +180,20 @@ def _write_backward(plan: Plan, xs: Sequence[Any], tensors: Sequence[Any], fixed
     locks = timeouts = work.tiles
     if deterministic:
         locks, timeouts = lock_values(plan, work, listed, flipped, batch, heads, kv_heads), counter(plan.device)
-    numbers = (*dk.stride()[:3], *dv.stride()[:3], *shared_strides(counts, heads), *queries.strides(heads),
+    numbers = (*[batch_tokens(x) or 0 for x in (k, v, q, dout, dk, dv)], *shared_strides(counts, heads), *queries.strides(heads),
                work.width, heads // kv_heads, heads, keys.number, -(-keys.length // KEYS), q_len, queries.length, accum.number,
                shift, work.number, work.tail)
-    sizes = dict(UNIFORM=queries.uniform, PARTIAL_QUERIES=_has_partial(queries, QUERIES), PARTIAL_KEYS=_has_partial(keys, KEYS),
-                 CAUSAL=causal) | shape
+    # Whether there are tiles or chunks of fewer tokens than the others.
+    ragged = not all([axis.uniform and axis.length % size == axis.tokens % size == 0 for axis, size in ((queries, QUERIES), (keys, KEYS))])
+    kinds = dict(UNIFORM=queries.uniform, RAGGED=ragged, CAUSAL=causal) | shape
     # Programs that wait for one another must all be there.
-    plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *sizes.values()), (programs if deterministic else work.number, 1, 1),
-                (*[tma_tiles(x, KEYS) for x in (k, v)], *[tma_tiles(x, QUERIES) for x in (q, dout)],
-                 *[tma_tiles(x, KEYS // WARPGROUPS) for x in (dk, dv)],
+    plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *kinds.values()), (programs if deterministic else work.number, 1, 1),
+                (*[Tiles(x, object(), partial(tma_chunks, rows=size)) if ragged else tma_tiles(x, size) for x, size in (
+                    (k, KEYS), (v, KEYS), (q, QUERIES), (dout, QUERIES), (dk, KEYS // WARPGROUPS), (dv, KEYS // WARPGROUPS))],
                  Tiles(accum.lse_dpsum, ("lse and dpsum", accum.lse_dpsum.shape), _lse_dpsum_desc)),
-                (dk, dv, accum.dq_semaphore if deterministic else work.tiles, timeouts, work.tiles, counts, indices, locks,
+                (accum.dq_semaphore if deterministic else work.tiles, timeouts, work.tiles, counts, indices, locks,
                  work.skipped if causal else work.tiles, *[counts if x is None else x for x in queries.tensors], accum.dq_accum),
-                (*numbers, scale * LOG2E, scale), sizes, dict(**OPTIONS, launch_cooperative_grid=deterministic))
+                (*numbers, scale * LOG2E, scale), kinds, dict(**OPTIONS, launch_cooperative_grid=deterministic))
     backward_postprocess(plan, accum, dq, scale, queries)
 
 
@@ -215,11 +214,6 @@ def constants(dim: int, deterministic: bool) -> dict:
     multiply_registers, dq_registers, other_registers = (208, 72, 24) if dim == 128 else (192, 96, 32)
     return dict(D=dim, STAGES=2 if dim == 128 else 4, DS_STAGES=2, DETERMINISTIC=deterministic,
                 MULTIPLY_REGISTERS=multiply_registers, DQ_REGISTERS=dq_registers, OTHER_REGISTERS=other_registers)
-
-
-def _has_partial(axis: Partition, size: int) -> bool:
-    """Whether there are chunks of fewer than ``size`` tokens."""
-    return not (axis.uniform and axis.length % size == 0 and axis.tokens % size == 0)
 
 
 LSE_DPSUM_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=3)

@@ -11,10 +11,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..lowering.dq_schedule import BATCH, HEAD, ITERATIONS, NEXT, ROW, ROWS
+from ..lowering.tma import FAR
 from .backward_iterator import before_first_iteration, next_iteration, tile_field
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
-from .inline_asm import add_words, multiply_pairs, put_words, release_fence, rematerialise, round_pairs
+from .inline_asm import add_words, multiply_pairs, put_words, release_fence, round_pairs
 from .primitives import (
+    axis_of,
     by_thread,
     by_thread_layout,
     matrix,
@@ -25,7 +27,7 @@ from .primitives import (
     ring_at,
     ring_free,
     ring_wait,
-    zero_rows,
+    select_keys,
 )
 
 # Spins, of about a microsecond, on a lock that never opens, as where a list names a block twice: from then on the program adds to dQ
@@ -34,42 +36,53 @@ SPIN_LIMIT = gl.constexpr(1 << 20)
 
 
 @aggregate
-class Gradient:
-    """Where a tile's dK or dV goes."""
+class Rows:
+    """Rows of a tensor, as many at a time as a tile or chunk has, or those of shorter ones and no others: then as tma_chunks says."""
 
     desc: tma.tensor_descriptor
-    pointer: gl.tensor
-    batch: gl.tensor       # strides
-    head: gl.tensor
-    row: gl.tensor
+    batch: gl.tensor       # tokens from a batch element to the next
 
 
 @gluon.jit
-def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_QUERIES: gl.constexpr):
+def _copy_rows(rows, batch, head, start, size, full, buffer):
+    """Brings in ``size`` rows from ``start`` on, zeros behind them."""
+    # Coordinates of whole tiles alone are one fewer: the loading partition has few registers.
+    if len(rows.desc.block_type.shape) == 4:
+        copy_in(rows.desc, [batch, head, start, 0], full, buffer)
+    else:
+        copy_in(rows.desc, [FAR, head, batch * rows.batch + start + size, FAR - size, 0], full, buffer)
+
+
+@gluon.jit
+def load(work, lists, k, v, q, do, lse_dpsum_desc, RAGGED: gl.constexpr):
     """The loading partition: q, dO and lse_dpsum of every chunk, and the numbers that go with it; before a tile's first q its K, and behind
     that q its V, which comes when the dK and dV of the tile before have left its memory."""
-    QUERIES: gl.constexpr = work.q.shape[3]
+    QUERIES: gl.constexpr = axis_of(work.q.shape, -2)
     tile = work.first
     number, done = gl.to_tensor(0), gl.to_tensor(0)
     while tile >= 0:
         row, batch, kv_head = (tile_field(work, tile, ROW), tile_field(work, tile, BATCH), tile_field(work, tile, HEAD))
         iterations = tile_field(work, tile, ITERATIONS)
+        rows = axis_of(work.k.shape, -2)
+        if RAGGED:
+            rows = gl.minimum(tile_field(work, tile, ROWS), rows)
         # Read before the tile before is done with, for one number leads to the next.
         at = next_iteration(lists, before_first_iteration(lists, work, tile), QUERIES)
         ring_free(work.k_empty, number)
-        mbarrier.expect(work.k_full.index(0), k_desc.block_type.nbytes)
-        copy_in(k_desc, [batch, kv_head, row, 0], work.k_full.index(0), work.k)
+        mbarrier.expect(work.k_full.index(0), k.desc.block_type.nbytes)
+        _copy_rows(k, batch, kv_head, row, rows, work.k_full.index(0), work.k)
         if iterations == 0:
-            _load_v(work, v_desc, number, batch, kv_head, row)
+            _load_v(work, v, number, batch, kv_head, row, rows)
         for i in range(done, done + iterations):
             head = lists.group * kv_head + at.q_head
             start = at.start + at.chunk * QUERIES
+            size = QUERIES
+            if RAGGED:
+                size = gl.minimum(at.size - at.chunk * QUERIES, QUERIES)
             ring_free(work.q_empty, i)
             store_number(work.slots, i, at.slot + at.chunk)
             if lists.deterministic:
                 store_number(work.lock_values, i, at.lock_value)
-            if PARTIAL_QUERIES:
-                store_number(work.sizes, i, gl.minimum(at.size - at.chunk * QUERIES, QUERIES))
             if lists.causal:
                 store_number(work.limits, i, start + lists.shift - row)
             # Those who wait for q must find the numbers that go with it too.
@@ -77,13 +90,13 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_Q
             if lists.deterministic:
                 ring_arrive(work.told, i)
             q_full = ring_at(work.q_full, i)
-            mbarrier.expect(q_full, q_desc.block_type.nbytes + lse_dpsum_desc.block_type.nbytes)
-            copy_in(q_desc, [batch, head, start, 0], q_full, ring_at(work.q, i))
+            mbarrier.expect(q_full, q.desc.block_type.nbytes + lse_dpsum_desc.block_type.nbytes)
+            _copy_rows(q, batch, head, start, size, q_full, ring_at(work.q, i))
             copy_in(lse_dpsum_desc, [at.slot + at.chunk, 0, 0], q_full, ring_at(work.lse_dpsum, i))
             if i == done:
-                _load_v(work, v_desc, number, batch, kv_head, row)
-            mbarrier.expect(ring_at(work.do_full, i), do_desc.block_type.nbytes)
-            copy_in(do_desc, [batch, head, start, 0], ring_at(work.do_full, i), ring_at(work.do, i))
+                _load_v(work, v, number, batch, kv_head, row, rows)
+            mbarrier.expect(ring_at(work.do_full, i), do.desc.block_type.nbytes)
+            _copy_rows(do, batch, head, start, size, ring_at(work.do_full, i), ring_at(work.do, i))
             at = next_iteration(lists, at, QUERIES)
         done += iterations
         number += 1
@@ -91,10 +104,10 @@ def load(work, lists, k_desc, v_desc, q_desc, do_desc, lse_dpsum_desc, PARTIAL_Q
 
 
 @gluon.jit
-def _load_v(work, v_desc, number, batch, kv_head, row):
+def _load_v(work, v, number, batch, kv_head, row, rows):
     ring_free(work.v_empty, number)
-    mbarrier.expect(work.v_full.index(0), v_desc.block_type.nbytes)
-    copy_in(v_desc, [batch, kv_head, row, 0], work.v_full.index(0), work.v)
+    mbarrier.expect(work.v_full.index(0), v.desc.block_type.nbytes)
+    _copy_rows(v, batch, kv_head, row, rows, work.v_full.index(0), work.v)
 
 
 @gluon.jit
@@ -110,66 +123,37 @@ def _read_number(ring, i, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _store(gradient, buffer, group: gl.constexpr, result, batch, head, row, rows, PARTIAL_KEYS: gl.constexpr):
-    """Writes the first ``rows`` of a warpgroup's result, through its share of ``buffer``: by hand where not all of them are the block's."""
+def _store(to, buffer, group: gl.constexpr, result, batch, head, row, size):
+    """Writes the first ``size`` rows of a warpgroup's result, through its share of ``buffer``."""
     ROWS: gl.constexpr = result.shape[0]
-    D: gl.constexpr = result.shape[1]
-    part = matrix(buffer).slice(group * ROWS, ROWS)
-    part.store(result)
+    matrix(buffer).slice(group * ROWS, ROWS).store(result)
     # TMA sees what every warp stored, now or when it brings in the next tile.
     fence_async_shared()
     barrier()
-    if PARTIAL_KEYS and rows < ROWS:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        lines = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-        columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-        # TMA takes only strides of whole 16 bytes; told so, the compiler stores so many at once.
-        row_stride = rematerialise(gradient.row) // 8 * 8
-        pointer = gradient.pointer
-        pointer += batch.to(gl.int64) * gradient.batch + head.to(gl.int64) * gradient.head + row.to(gl.int64) * row_stride
-        pointer = gl.multiple_of(pointer, 16)
-        gl.store(pointer + (lines[:, None] * row_stride + columns[None, :]), part.load(layout), mask=(lines < rows)[:, None])
+    if len(to.desc.block_type.shape) == 4:
+        copy_out(to.desc, [batch, head, row, 0], buffer.slice(group * ROWS, ROWS, 2))
     else:
-        copy_out(gradient.desc, [batch, head, row, 0], buffer.slice(group * ROWS, ROWS, 2))
-        tma.store_wait(0)
+        copy_out(to.desc, [FAR, head, batch * to.batch + row + size, FAR - size, 0], buffer.slice(group * ROWS, ROWS, 3))
+    tma.store_wait(0)
 
 
 @gluon.jit
-def _wait_q(work, i, zeroed, group: gl.constexpr, PARTIAL_QUERIES: gl.constexpr):
-    """Waits for q of iteration ``i``, zeroes what the chunk does not hold, and returns the number of chunks so treated."""
-    QUERIES: gl.constexpr = work.q.shape[3]
-    ring_wait(work.q_full, i)
-    if PARTIAL_QUERIES:
-        size = _read_number(work.sizes, i, 4)
-        if size < QUERIES:
-            ring_wait(work.do_full, i)
-            zero_rows(matrix(ring_at(work.q, i)), size, group, 2, False)
-            zero_rows(matrix(ring_at(work.do, i)), size, group, 2, False)
-            fence_async_shared()
-            barrier()
-            ring_arrive(work.zeroed, zeroed)
-            ring_wait(work.zeroed, zeroed)
-            zeroed += 1
-    return zeroed
-
-
-@gluon.jit
-def _product(work, a, ring, i, half: gl.constexpr, zero):
+def _product(work, a, ring, i, half: gl.constexpr, group: gl.constexpr, zero):
     """Begins a b^T, b being iteration ``i``'s in ``ring``, less lse / scale (half 0) or dPsum (half 1) of each query: one more step of 16,
-    and neither loads nor registers."""
+    and neither loads nor registers. 0 for keys that are not selected."""
     lse_dpsum = ring_at(work.lse_dpsum, i)
     lse_dpsum = lse_dpsum.reshape([lse_dpsum.shape[1], lse_dpsum.shape[2]]).permute((1, 0))
-    token = warpgroup_mma(work.selector.index(half), lse_dpsum, zero, use_acc=False, is_async=True)
+    # One for all warpgroups, or one for each.
+    selector = work.selector.index(half + 2 * group if work.selector.shape[0] > 2 else half)
+    token = warpgroup_mma(selector, lse_dpsum, zero, use_acc=False, is_async=True)
     return warpgroup_mma(a, matrix(ring_at(ring, i)).permute((1, 0)), token, is_async=True)
 
 
 @gluon.jit
-def _p_and_ds(work, v, i, group: gl.constexpr, scores, dv_sum, rows, scale_log2, zero, PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+def _p_and_ds(work, v, i, group: gl.constexpr, scores, dv_sum, scale_log2, zero, CAUSAL: gl.constexpr):
     """P and dS of iteration ``i``: (dV with P^T dO added, dS in 16 bits)."""
     s_layout: gl.constexpr = product_layout(zero.shape[1])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(dv_sum.shape[1]), 2)
-    if PARTIAL_KEYS:
-        scores = gl.where((gl.arange(0, zero.shape[0], layout=gl.SliceLayout(1, s_layout)) < rows)[:, None], scores, float("-inf"))
     if CAUSAL:
         KEYS: gl.constexpr = zero.shape[0]
         limit = _read_number(work.limits, i, 4) - group * KEYS
@@ -181,7 +165,7 @@ def _p_and_ds(work, v, i, group: gl.constexpr, scores, dv_sum, rows, scale_log2,
     p = round_pairs(gl.exp2(scores * scale_log2), work.q.dtype)
     ring_wait(work.do_full, i)
     dv_token = warpgroup_mma(gl.convert_layout(p, p_layout), matrix(ring_at(work.do, i)), dv_sum, is_async=True)
-    token = _product(work, v, work.do, i, 1, zero)
+    token = _product(work, v, work.do, i, 1, group, zero)
     dv_sum, dp = warpgroup_mma_wait(0, deps=[dv_token, token])
     return dv_sum, multiply_pairs(p, dp)
 
@@ -198,12 +182,11 @@ def _store_ds(work, group: gl.constexpr, i, ds):
 
 
 @gluon.jit
-def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.constexpr, PARTIAL_QUERIES: gl.constexpr,
-                  PARTIAL_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """A multiplying partition: dK and dV of 64 keys of every tile; ``dk`` and ``dv``: where to, each a ``Gradient``."""
-    QUERIES: gl.constexpr = work.q.shape[3]
+def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.constexpr, RAGGED: gl.constexpr, CAUSAL: gl.constexpr):
+    """A multiplying partition: dK and dV of 64 keys of every tile; ``dk`` and ``dv``: where to, each ``Rows``."""
+    QUERIES: gl.constexpr = axis_of(work.q.shape, -2)
     WARPGROUPS: gl.constexpr = 2
-    KEYS: gl.constexpr = work.v.shape[2] // WARPGROUPS
+    KEYS: gl.constexpr = axis_of(work.v.shape, -2) // WARPGROUPS
     s_layout: gl.constexpr = product_layout(QUERIES)
     o_layout: gl.constexpr = product_layout(D)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -212,38 +195,32 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
     v = matrix(work.v).slice(group * KEYS, KEYS)
     zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
     tile = work.first
-    number, done, zeroed = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    number, done = gl.to_tensor(0), gl.to_tensor(0)
     while tile >= 0:
         first, done = done, done + tile_field(work, tile, ITERATIONS)
-        rows = KEYS
-        if PARTIAL_KEYS:
-            rows = tile_field(work, tile, ROWS) - group * KEYS
+        if RAGGED:
+            # No product of the tile before still reads it.
+            select_keys(work.selector, group, tile_field(work, tile, ROWS) - group * KEYS)
+            fence_async_shared()
+            barrier()
         dk_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
         dv_sum = gl.zeros([KEYS, D], gl.float32, o_layout)
         ring_wait(work.k_full, number)
-        if PARTIAL_KEYS:
-            if rows < KEYS:
-                # Keys of other blocks must not reach dQ.
-                zero_rows(k, rows, 0, 1, False)
-                ring_wait(work.v_full, number)
-                zero_rows(v, rows, 0, 1, False)
-                fence_async_shared()
-                barrier()
         if first < done:
             last = done - 1
-            zeroed = _wait_q(work, first, zeroed, group, PARTIAL_QUERIES)
-            scores = warpgroup_mma_wait(0, deps=[_product(work, k, work.q, first, 0, zero)])
+            ring_wait(work.q_full, first)
+            scores = warpgroup_mma_wait(0, deps=[_product(work, k, work.q, first, 0, group, zero)])
             ring_wait(work.v_full, number)
             for i in range(first, last):
-                dv_sum, ds = _p_and_ds(work, v, i, group, scores, dv_sum, rows, scale_log2, zero, PARTIAL_KEYS, CAUSAL)
+                dv_sum, ds = _p_and_ds(work, v, i, group, scores, dv_sum, scale_log2, zero, CAUSAL)
                 dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, i)), dk_sum, is_async=True)
                 _store_ds(work, group, i, ds)
                 # The next scores begin before this dK is complete, and end in this iteration.
-                zeroed = _wait_q(work, i + 1, zeroed, group, PARTIAL_QUERIES)
-                s_token = _product(work, k, work.q, i + 1, 0, zero)
+                ring_wait(work.q_full, i + 1)
+                s_token = _product(work, k, work.q, i + 1, 0, group, zero)
                 dk_sum, scores = warpgroup_mma_wait(0, deps=[dk_token, s_token])
                 ring_arrive(work.q_empty, i)
-            dv_sum, ds = _p_and_ds(work, v, last, group, scores, dv_sum, rows, scale_log2, zero, PARTIAL_KEYS, CAUSAL)
+            dv_sum, ds = _p_and_ds(work, v, last, group, scores, dv_sum, scale_log2, zero, CAUSAL)
             dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), matrix(ring_at(work.q, last)), dk_sum, is_async=True)
             _store_ds(work, group, last, ds)
             dk_sum = warpgroup_mma_wait(0, deps=[dk_token])
@@ -254,12 +231,14 @@ def compute_dk_dv(work, group: gl.constexpr, dk, dv, scale_log2, scale, D: gl.co
         # Both leave through V's memory: this warpgroup alone reads its part of it, so that is free when all its warps are here.
         barrier()
         ring_arrive(work.k_empty, number)
-        row = tile_field(work, tile, ROW) + group * KEYS
+        row, rows = tile_field(work, tile, ROW) + group * KEYS, KEYS
+        if RAGGED:
+            rows = gl.minimum(gl.maximum(tile_field(work, tile, ROWS) - group * KEYS, 0), KEYS)
         batch, head = tile_field(work, tile, BATCH), tile_field(work, tile, HEAD)
-        _store(dv, work.v, group, dv_sum.to(dtype), batch, head, row, rows, PARTIAL_KEYS)
+        _store(dv, work.v, group, dv_sum.to(dtype), batch, head, row, rows)
         # TMA has read what the warpgroup stored.
         barrier()
-        _store(dk, work.v, group, (dk_sum * scale).to(dtype), batch, head, row, rows, PARTIAL_KEYS)
+        _store(dk, work.v, group, (dk_sum * scale).to(dtype), batch, head, row, rows)
         barrier()
         ring_arrive(work.v_empty, number)
         number += 1
@@ -271,7 +250,7 @@ def compute_dq(work, dq_accum, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
     """The dQ partition: dS^T K of every iteration, 64 columns at a time, added from registers to the chunk's slot, in the order in which
     dq_accum.Accum has it. Deterministic, when it is the tile's turn, which these columns have for themselves: so the next tile need not
     wait until the others are computed too."""
-    QUERIES: gl.constexpr = work.q.shape[3]
+    QUERIES: gl.constexpr = axis_of(work.q.shape, -2)
     COLUMNS: gl.constexpr = 64
     PIECES: gl.constexpr = D // COLUMNS
     words: gl.constexpr = by_thread_layout(COLUMNS)

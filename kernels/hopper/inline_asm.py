@@ -62,12 +62,6 @@ def scheduling_fence(x):
 
 
 @gluon.jit
-def rematerialise(x):
-    """x, an int32, of which the compiler knows nothing: what follows from it is computed here, not kept in registers through a loop."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
-
-
-@gluon.jit
 def round_pairs(x, dtype: gl.constexpr):
     """float32 -> dtype two at a time, so that a pair never leaves its register: LLVM takes pairs apart that are used twice."""
     if dtype == gl.bfloat16:

@@ -168,6 +168,17 @@ def fill_selector(selector):
         selector.index(half).store(gl.where((columns >= 8 * half) & (columns < 8 * half + 3), 1.0, 0.0).to(gl.bfloat16))
 
 
+@gluon.jit
+def select_keys(selector, group: gl.constexpr, size):
+    """The ``group``-th two matrices of ``fill_selector`` for the first ``size`` keys, and zeros for the others. Where keys and values are
+    zeros as well, these get weights of 1 and a dS of 0, whatever lse and dPsum are, and their scores need no mask."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :]
+    kept = (gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) < size)[:, None]
+    for half in gl.static_range(2):
+        selector.index(2 * group + half).store(gl.where(kept & (columns >= 8 * half) & (columns < 8 * half + 3), 1.0, 0.0).to(gl.bfloat16))
+
+
 # Numbers in three parts as the matrix unit takes them, [N, 16] of 16 bits; and what stands for minus infinity, which has no parts.
 BIASES = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
 NEVER = gl.constexpr(-1e30)
@@ -185,6 +196,18 @@ def three_parts(x):
     high = x.to(gl.bfloat16).to(gl.float32)
     middle = (x - high).to(gl.bfloat16).to(gl.float32)
     return high, middle, x - high - middle
+
+
+@gluon.constexpr_function
+def axis_of(shape, axis):
+    """A tile's length along an axis, which may be counted from the last."""
+    return shape[axis]
+
+
+@gluon.constexpr_function
+def in_stages(stages, shape):
+    """The shape of so many tiles."""
+    return [stages, *shape]
 
 
 @gluon.jit

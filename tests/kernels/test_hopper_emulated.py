@@ -314,6 +314,22 @@ def test_gradients_of_long_blocks(dim, deterministic, causal, late, three_progra
     assert_right_gradients(*inputs(1, 2, 1, 985, 1002, dim), blocks, deterministic, late, causal)
 
 
+@pytest.mark.parametrize("late, deterministic", [(False, True), (True, False)])
+def test_gradients_of_blocks_that_end_within_a_chunk(late, deterministic, three_programs):
+    """They are right, and what follows in memory, NaN in rows of other blocks, changes no bits, though weights of rows beyond a block's end
+    would be infinite if they were measured: all scores are about -200."""
+    blocks = BlockLists.from_mask(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]], dtype=torch.bool), 120, 120)
+    q, k, v = inputs(1, 1, 1, 360, 360, 64)
+    assert_right_gradients(q, k, v, blocks, deterministic, late)
+    q[..., 0], k[..., 0] = 40, -40
+    dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3])
+    clean = gradients(q, k, v, blocks, deterministic, late, dout, dlse)
+    for x in (q, k, v, dout):
+        x[:, :, 240:] = float("nan")
+    dirty = gradients(q, k, v, blocks, deterministic, late, dout, dlse)
+    assert all(x[:, :, :240].isfinite().all() and torch.equal(x[:, :, :240], y[:, :, :240]) for x, y in zip(clean, dirty))
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 def test_compacted_keys(late):
     """Runs of copied keys as blocks, of which the memory behind the copies is NaN; two heads share a run, query blocks are the batch."""

@@ -268,7 +268,7 @@ def put_words(pointer, x, stored):
 
 # What each function of ssta.kernels.hopper.inline_asm does; a kernel that imports another does not load here.
 INLINE_ASM = dict(
-    lazy_rescale=lazy_rescale, rescale_lanes=lambda x, alpha: x * alpha, scheduling_fence=lambda x: x, rematerialise=lambda x: x,
+    lazy_rescale=lazy_rescale, rescale_lanes=lambda x, alpha: x * alpha, scheduling_fence=lambda x: x,
     round_pairs=lambda x, dtype: x.to(dtype), multiply_pairs=multiply_pairs,
     add_words=add_words, put_words=put_words, release_fence=lambda: None, wait_for_previous_kernel=lambda: None)
 
