@@ -11,18 +11,17 @@ from ssta.pipelines.schedule.presets import PRESETS, apply_preset
 CATEGORY = "model_patches/SSTA"
 
 
-def parse_tile(text: str) -> tuple[int, int, int] | int:
-    """``"2x8x8"`` as (2, 8, 8) and ``"128"`` as 128.
+def parse_tile(text: str) -> tuple[int, int, int]:
+    """``"2x8x8"`` as (2, 8, 8).
 
     Raises:
         ValueError: anything else.
     """
-    found = re.fullmatch(r"\s*(\d+)\s*(?:[x,]\s*(\d+)\s*[x,]\s*(\d+)\s*)?", text)
+    found = re.fullmatch(r"\s*(\d+)\s*[x,]\s*(\d+)\s*[x,]\s*(\d+)\s*", text)
     if found is None:
-        raise ValueError('tile must be three numbers of tokens along time, height and width, such as "2x8x8", or the most tokens of a '
-                         f'tile, such as "128", got {text!r}')
-    t, h, w = found.groups()
-    return int(t) if h is None else (int(t), int(h), int(w))
+        raise ValueError(f'tile must be three numbers of tokens along time, height and width, such as "2x8x8", got {text!r}')
+    t, h, w = map(int, found.groups())
+    return t, h, w
 
 
 def parse_blocks(text: str) -> tuple[int, ...]:

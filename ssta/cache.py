@@ -59,9 +59,9 @@ class TileCache:
 
     Args:
         config: what is attended to; None = a quarter of the tile pairs, the others estimated. A chunk's frames are shared out evenly among
-            tiles of at most ``tile_thw[0]`` frames; an int stands for the tile that fits the longest chunk. ``density`` counts pairs with
-            the tiles of window and chunk, and at density 1 everything is computed exactly. ``topk`` may name more tiles than there are
-            yet. Windows of tiles (``kernel_thw``) stay inside the chunk; one that is shorter than others has none.
+            tiles of at most ``tile_thw[0]`` frames. ``density`` counts pairs with the tiles of window and chunk, and at density 1
+            everything is computed exactly. ``topk`` may name more tiles than there are yet. Windows of tiles (``kernel_thw``) stay inside
+            the chunk; one that is shorter than others has none.
         window: frames, at least those of a chunk and those of a tile.
         sink: frames.
         chunk: the most frames of a chunk; None = those of the first call. Of those that are kept only the first may have fewer.
@@ -96,9 +96,9 @@ class TileCache:
         if group is not None and self.config.mask_share_within_head:
             raise ValueError("mask_share_within_head must be False in a cache with a group, each rank of which holds some heads, got True")
         self._most = None if chunk is None else require_int("chunk", chunk, 1)
-        tile = self.config.tile_thw
-        if not isinstance(tile, int) and self.window < tile[0]:
-            raise ValueError(f"window must be at least a tile's {tile[0]} frames (tile_thw {tile}), got {self.window}")
+        if self.window < self.config.tile_thw[0]:
+            raise ValueError(f"window must be at least a tile's {self.config.tile_thw[0]} frames (tile_thw {self.config.tile_thw}), got "
+                             f"{self.window}")
         if self._most is not None and self._most > self.window:
             raise ValueError(f"chunk must be at most the window's {self.window} frames, got {self._most}")
         self._memory: Memory | None = None
@@ -344,7 +344,7 @@ class TileCache:
 
     def _geometry_of(self, thw: tuple[int, int, int]) -> Geometry:
         """Where frames lie where the longest chunk is of ``thw`` tokens."""
-        return Geometry.of(*thw, self.config.for_canvas(thw).tile, self.window, self.sink, self.text)
+        return Geometry.of(*thw, self.config.for_canvas(thw).tile_thw, self.window, self.sink, self.text)
 
     def _made(self, kind: Kind, geometry: Geometry) -> Memory:
         """Memory that holds nothing."""

@@ -91,7 +91,7 @@ class CachedLayer:
         self.layer = prepared(spec)
         self.backend = self.layer.backend
         # The same keys without a choice: all of them.
-        self.dense = prepared(spec._replace(config=SSTAConfig(spec.config.tile)))
+        self.dense = prepared(spec._replace(config=SSTAConfig(spec.config.tile_thw)))
         tiles, kv_tiles = self.layer.tiles, self.layer.kv_tiles
         every = torch.arange(kv_tiles.num_tiles, dtype=torch.int32, device=device)
         self.every = (torch.full((1, 1, tiles.num_tiles), kv_tiles.num_tiles, dtype=torch.int32, device=device),

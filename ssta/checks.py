@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from inspect import signature
 from math import prod
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from .kernels.memo import traced
 
 # Beyond it no index of a token fits into 32 bits.
 LARGEST = 2**31 - 1
-# Beyond it a tile that fits a canvas is a matter of its own, and finding it takes long.
-MOST_TOKENS = 4096
 
 
 def require_triple(name: str, value: Sequence[int]) -> tuple[int, int, int]:
@@ -45,19 +42,6 @@ def require_tile(name: str, value: Sequence[int]) -> tuple[int, int, int]:
     if prod(tile) > LARGEST:
         raise ValueError(f"{name} must make tiles of at most {LARGEST} tokens, got {tile}")
     return tile
-
-
-def require_tile_or_tokens(name: str, value: Any) -> tuple[int, int, int] | int:
-    """``require_tile``, or the most tokens of a tile as an int."""
-    if isinstance(value, (tuple, list)) or hasattr(value, "__array__") and value.ndim:
-        return require_tile(name, value)
-    if not isinstance(value, Integral):
-        raise TypeError(f"{name} must be a tuple of three ints (t, h, w), or an int, the most tokens of a tile, got {value!r} "
-                        f"({type(value).__name__})")
-    tokens = require_int(name, value, 1)
-    if tokens > MOST_TOKENS:
-        raise ValueError(f"{name} must be at most {MOST_TOKENS} tokens as an int, or a tuple of three ints (t, h, w), got {tokens}")
-    return tokens
 
 
 def require_share(name: str, value: float, interval: str, what: str = "") -> float:

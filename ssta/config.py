@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import prod
-from operator import index
 from typing import Any
 from uuid import uuid4
 
 import torch
 from torch import Tensor
 
-from .checks import require_choice, require_function, require_int, require_share, require_tile_or_tokens, require_triple
-from .fitting import fitting_tile
+from .checks import require_choice, require_function, require_int, require_share, require_tile, require_triple
 from .kernels.checks import require_bool
-from .kernels.memo import remember_plain
 from .scoring import RULES
 
 SPARSE_TYPES = ("sta", "block_attn", "moba", "ssta")
@@ -32,8 +29,7 @@ class SSTAConfig:
     """What each tile attends to. Immutable, hashable, checked at construction.
 
     Args:
-        tile_thw: tokens of a tile along t, h, w; or an int, the most tokens of a tile, at most 4,096: then the one that fits the canvas
-            best, which ``for_canvas`` finds by ``ssta.fitting.fitting_tile``. Dense runs are cut into tiles of as many tokens.
+        tile_thw: tokens of a tile along t, h, w. Dense runs are cut into tiles of as many tokens.
         kernel_thw: the local window, in tiles along t, h, w; an even entry k reaches as far as k + 1. It may exceed any video. Without
             effect where the budget alone selects.
         topk: key tiles that the budget gives to each query tile (with ``threshold``: at most). It may exceed the tiles
@@ -66,7 +62,7 @@ class SSTAConfig:
         ValueError: a value out of range, an unknown name, or a combination that has no meaning.
     """
 
-    tile_thw: tuple[int, int, int] | int = (6, 8, 8)
+    tile_thw: tuple[int, int, int] = (6, 8, 8)
     kernel_thw: tuple[int, int, int] = (3, 3, 3)
     topk: int | None = None
     sparse_type: str | None = None
@@ -86,7 +82,7 @@ class SSTAConfig:
     _beyond: SSTAConfig | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._settle("tile_thw", require_tile_or_tokens("tile_thw", self.tile_thw))
+        self._settle("tile_thw", require_tile("tile_thw", self.tile_thw))
         self._settle("kernel_thw", require_triple("kernel_thw", self.kernel_thw))
         if self.topk is not None:
             self._settle("topk", require_int("topk", self.topk, 1))
@@ -231,24 +227,17 @@ class SSTAConfig:
         """
         return cls(**{name: _from_plain(value) for name, value in plain})
 
-    @property
-    def tile(self) -> tuple[int, int, int]:
-        """``tile_thw`` where it is no int, as in all that ``for_canvas`` gives."""
-        assert not isinstance(self.tile_thw, int), self.tile_thw
-        return self.tile_thw
-
-    def for_canvas(self, thw: tuple[int, int, int] | None) -> SSTAConfig:
-        """The settings for a canvas of ``thw`` latent tokens, or for no video, without variants and with a tile of three ints; a config
-        of that kind returns itself.
+    def for_canvas(self, thw: tuple[int, int, int]) -> SSTAConfig:
+        """The settings for a canvas of ``thw`` latent tokens, without variants; a config that has none returns itself.
 
         Raises:
             TypeError, ValueError: ``thw`` is not three positive ints.
         """
-        canvas = None if thw is None else require_triple("thw", thw)
-        found = self if self._beyond is None else self._beyond
-        if canvas is not None:
-            found = next((varied for max_frames, varied in self._resolved if canvas[0] <= max_frames), found)
-        return _fitted(found, canvas) if isinstance(found.tile_thw, int) else found
+        frames = require_triple("thw", thw)[0]
+        for max_frames, varied in self._resolved:
+            if frames <= max_frames:
+                return varied
+        return self if self._beyond is None else self._beyond
 
     @classmethod
     def hunyuan_video_15(cls) -> SSTAConfig:
@@ -259,18 +248,6 @@ class SSTAConfig:
         return cls(tile_thw=(6, 8, 8), kernel_thw=(3, 3, 3), topk=64, sparse_type="ssta", sampling_type="importance", lambda_=0.7,
                    pad_type="zero", mask_share_within_head=False,
                    variants=((1, {"tile_thw": (1, 16, 24), "kernel_thw": (1, 1, 1)}), (31, {"topk": 32})))
-
-
-@remember_plain
-def _fitted(config: SSTAConfig, canvas: tuple[int, int, int] | None) -> SSTAConfig:
-    """``config`` with the tile that its number of tokens stands for; without a video these are those of a dense run's tile."""
-    assert isinstance(config.tile_thw, int)
-    tokens = config.tile_thw
-    if canvas is None:
-        return replace(config, tile_thw=(1, 1, tokens))
-    t, h, w = fitting_tile(tuple(map(index, canvas)), tokens)
-    # A compiler looks at the types of numbers, which it cannot of those that were given it as constants.
-    return replace(config, tile_thw=(t + 0, h + 0, w + 0))
 
 
 # Functions that configurations name and compiled graphs call by their numbers, for as long as the process lives.

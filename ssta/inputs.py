@@ -91,7 +91,10 @@ def _checked(query: Any, key: Any, value: Any, layout: Any, kv_layout: Any, conf
     heads, kv_heads, dim = check_tensors(query, key, value, layout, kv_layout, by_thw, share)
     if text_mask is not None:
         TextMask.of(text_mask, query.shape[0], kv_layout, query.device)
-    config = config.for_canvas(kv_layout.longest_video or layout.longest_video)
+    for grids in (kv_layout, layout):
+        if grids.longest_video is not None:
+            config = config.for_canvas(grids.longest_video)
+            break
     if kv_layout != layout and config.pad_type != "none":
         raise ValueError(f"pad_type must be 'none' where keys have a kv_layout of their own, got {config.pad_type!r}")
     if share is not None and config.mask_share_within_head and config.holds_functions:

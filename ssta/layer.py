@@ -138,9 +138,9 @@ class Layer:
     def __init__(self, spec: LayerSpec) -> None:
         config, device = spec.config, spec.device
         self.spec = spec
-        self.tiles = checked_layout(spec.layout, config.tile, config.pad_type, device)
+        self.tiles = checked_layout(spec.layout, config.tile_thw, config.pad_type, device)
         self.kv_tiles = self.tiles if spec.kv_layout == spec.layout else checked_layout(
-            spec.kv_layout, config.tile, config.pad_type, device)
+            spec.kv_layout, config.tile_thw, config.pad_type, device)
         self.backend = choose_backend(spec.impl, device, spec.dtype, spec.head_dim)
         self.fixed = fixed_tiles(self.tiles, self.kv_tiles, config.kernel_thw, config.selected_by)
         # The steps that this layer has, as values: a layer without a choice has no rule, one that drops what it leaves out no estimate.

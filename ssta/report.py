@@ -117,7 +117,7 @@ class Report:
             ("tensors", f"batch {self.batch}, {self.heads} query heads, {self.kv_heads} key heads, head_dim {self.head_dim}"),
             ("tokens", f"{self.tokens:,} = {self.video_tokens:,} video + {text}"),
             ("after tiling", f"{self.tiled_tokens:,} tokens, {self.padding_share:.1%} of them padding"),
-            ("tiles", f"{self.video_tiles} video of {' x '.join(map(str, self.config.tile))} ({self.partial_video_tiles} partial), "
+            ("tiles", f"{self.video_tiles} video ({self.partial_video_tiles} partial), "
                       f"{self.text_tiles} text ({self.partial_text_tiles} partial)"),
             ("tiles per query tile", f"{self.tiles_per_query:.1f} of {self.video_tiles + self.text_tiles}"),
             ("density", f"{self.tile_density:.1%} of tile pairs, {self.token_density:.1%} of token pairs"),

@@ -68,7 +68,7 @@ class LayerSpec(NamedTuple):
     def cuts(self) -> tuple[Cut, Cut]:
         """How the queries' and the keys' sequence are cut into tiles."""
         of = self.config
-        return cut_of(self.layout, of.tile, of.pad_type), cut_of(self.kv_layout, of.tile, of.pad_type)
+        return cut_of(self.layout, of.tile_thw, of.pad_type), cut_of(self.kv_layout, of.tile_thw, of.pad_type)
 
     @property
     def chooses(self) -> bool:

@@ -69,10 +69,9 @@ def parse_configuration(text: str, pipe: Any) -> Configuration:
     """A configuration from what a person writes.
 
     ``"default"``; ``"dense"``; ``"stock"``, without SSTA; a preset's name, as in ``preset_names``; fields of ``SSTAConfig`` and of
-    ``Schedule`` that differ from the default, such as ``"density=0.2,tile_thw=4x8x8,dense_steps=0.1,dense_layers=0;-1"`` or
-    ``"tile_thw=128"``; or a name and then the fields that differ from it, such as ``"fast,dense_steps=0"``. After all this ``"@backend"``
-    is ``Configuration.backend``: ``"dense@_native_cudnn"``. Fields of ``SSTAConfig`` change a configuration as they do as keywords of
-    ``apply_ssta``.
+    ``Schedule`` that differ from the default, such as ``"density=0.2,tile_thw=4x8x8,dense_steps=0.1,dense_layers=0;-1"``; or a name and
+    then the fields that differ from it, such as ``"fast,dense_steps=0"``. After all this ``"@backend"`` is ``Configuration.backend``:
+    ``"dense@_native_cudnn"``. Fields of ``SSTAConfig`` change a configuration as they do as keywords of ``apply_ssta``.
 
     Raises:
         ValueError: an unknown name, field or backend, or a value that the field does not take.
@@ -140,8 +139,7 @@ def _value(name: str, text: str) -> object:
     if text == "None":
         return None
     if name in _OWN:
-        sides = tuple(int(part) if part.isdecimal() else part for part in text.split("x"))
-        return sides if len(sides) > 1 else sides[0]
+        return tuple(int(part) if part.isdecimal() else part for part in text.split("x"))
     if name == "densities":
         return tuple(float(part) for part in text.split(";"))
     if name == "dense_layers":

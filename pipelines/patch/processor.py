@@ -51,7 +51,6 @@ class _LastRun(NamedTuple):
     kind: tuple | None   # what the route follows from, where lists were attended to
     thw: tuple[int, int, int]
     tokens: int
-    video: tuple[int, int, int] | None  # by which the tile was chosen
     tiles: int | None
     counts: Tensor | None
     mass: ExactMass | None     # as in a LayerResult
@@ -232,7 +231,7 @@ class SSTAProcessor:
             part = q.shards.rank, q.shards.ranks, q.shape[1], q.heads
         attended: Callable[..., tuple[LayerResult | Tensor, str | None]] = self._attend_densely if dense else self._attend_sparsely
         result, backend = attended(q, k, v, layout, text_mask, kv_layout)
-        return self._noted(result, backend, layout, dense, part, kv_layout)
+        return self._noted(result, backend, layout, dense, part)
 
     def _selecting(self, attended: Callable[[Selection | None], LayerResult], shape: tuple[int, ...]) -> LayerResult:
         """What ``attended`` gives: with the selection that was kept for a query of ``shape``, or with one that is kept now, where
@@ -245,7 +244,7 @@ class SSTAProcessor:
         return result
 
     def _noted(self, result: LayerResult | Tensor, backend: str | None, layout: TokenLayout, dense: bool,
-               part: tuple[int, int, int, int] | None, kv_layout: TokenLayout | None = None) -> Tensor:
+               part: tuple[int, int, int, int] | None) -> Tensor:
         """``[B, S, H, D]`` of a result ``[B, H, S, D]``; keeps what the report asks for, and stops the time."""
         timed = not torch.compiler.is_compiling()
         out, selection, route = (result, None, None) if isinstance(result, Tensor) else (result.out, result.selection, result.route)
@@ -257,8 +256,7 @@ class SSTAProcessor:
         kind = None if blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
         mass = None if dense or isinstance(result, Tensor) else result.mass
         tiles, counts = (None, None) if dense or blocks is None else (blocks.num_kv_blocks or blocks.num_q_blocks, blocks.counts)
-        video = (kv_layout or layout).longest_video
-        self._last = _LastRun(dense, backend, route, kind, self.context.thw, layout.length, video, tiles, counts, mass, part,
+        self._last = _LastRun(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part,
                           self.context.forward if timed else None)
         return out.transpose(1, 2)
 
@@ -338,8 +336,7 @@ class SSTAProcessor:
             exact_mass=None if masses is None else mass_summary(masses),
             without_estimate=None if masses is None else heads_without_estimate(masses),
             by=by, rank=rank, ranks=ranks, own_heads=own, heads=heads,
-            exchange_seconds=None if run.part is None else self._exchange.seconds(),
-            tile_thw=None if run.tiles is None or self.config is None else self.config.for_canvas(run.video).tile)
+            exchange_seconds=None if run.part is None else self._exchange.seconds())
 
 
 def _given(x: Given) -> Any:

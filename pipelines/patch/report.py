@@ -41,7 +41,6 @@ class LayerRun:
         own_heads, heads: how many heads it attended with there, of how many that the layer has; None on one rank.
         exchange_seconds: time in ``seconds`` that heads and tokens were exchanged for, waiting for other ranks included; None on one rank
             and where ``seconds`` is.
-        tile_thw: tokens of a tile along t, h, w; None where it attended densely.
     """
 
     layer: str
@@ -63,7 +62,6 @@ class LayerRun:
     own_heads: int | None = None
     heads: int | None = None
     exchange_seconds: float | None = None
-    tile_thw: tuple[int, int, int] | None = None
 
     @property
     def where(self) -> str:
@@ -122,8 +120,7 @@ _OPTIONAL = ("exact mass", "no estimate", "exchange, ms")
 def _cells(run: LayerRun) -> dict[str, str]:
     return {
         "layer": run.layer, "implementation": run.where, "canvas": " x ".join(map(str, run.thw)), "tokens": f"{run.tokens:,}",
-        "tiles": "-" if run.tiles is None else str(run.tiles), "tile": "-" if run.tile_thw is None else "x".join(map(str, run.tile_thw)),
-        "density": f"{run.density:.1%}",
+        "tiles": "-" if run.tiles is None else str(run.tiles), "density": f"{run.density:.1%}",
         "dense steps": "-" if run.steps is None else f"{run.dense_steps} of {run.steps}",
         "exact mass": "-" if run.exact_mass is None else " / ".join(f"{100 * share:.0f} %" for share in run.exact_mass),
         "no estimate": "{} of {} heads".format(*run.without_estimate) if run.without_estimate and run.without_estimate[0] else "-",

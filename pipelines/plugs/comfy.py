@@ -252,8 +252,7 @@ class ComfyPatch:
                     name, str(ran.route), _canvas(ran.layout), ran.layout.length, ran.tiles, float(ran.counts.double().mean()) / ran.tiles,
                     steps, dense, explanation=() if ran.route is None else ran.route.explain(),
                     exact_mass=None if masses is None else mass_summary(masses),
-                    without_estimate=None if masses is None else heads_without_estimate(masses),
-                    tile_thw=self.config.for_canvas(ran.layout.longest_video).tile))
+                    without_estimate=None if masses is None else heads_without_estimate(masses)))
             elif block in self.dense and layouts:
                 runs.append(LayerRun(name, "dense, ComfyUI's", _canvas(layouts[0]), layouts[0].length, None, 1.0, steps, steps))
         return RunReport(runs)

@@ -247,7 +247,7 @@ def _ran(query: Tensor, layout: TokenLayout, config: SSTAConfig, route: Route | 
     """The end of the line that says what runs: canvas, tiles, kernels, and why no faster ones."""
     assert route is not None and layout.longest_video is not None
     canvas = " and ".join(" x ".join(map(str, grid.thw)) for grid in layout.video)
-    tile = " x ".join(map(str, config.for_canvas(layout.longest_video).tile))
+    tile = " x ".join(map(str, config.for_canvas(layout.longest_video).tile_thw))
     where = torch.cuda.get_device_name(query.device) if query.is_cuda else query.device.type
     reasons = "".join(f"; {reason}" for reason in route.explain())
     return f"canvas {canvas} in tiles of {tile}, kernel {route} on {where}{reasons}"

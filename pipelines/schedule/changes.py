@@ -94,8 +94,7 @@ def warn_of_the_window(model: str, config: SSTAConfig | None, thw: tuple[int, in
     config = None if config is None else config.for_canvas(thw)
     if config is None or config.density is None or config.selected_by == "block_attn":
         return
-    t, h, w = (-(-n // side) for n, side in zip(thw, config.tile))
-    tiles = t, h, w
+    tiles = -(-thw[0] // config.tile_thw[0]), -(-thw[1] // config.tile_thw[1]), -(-thw[2] // config.tile_thw[2])
     share = window_size(tiles, config.kernel_thw) / math.prod(tiles)
     if share > config.density:
         window, canvas = (" x ".join(map(str, sizes)) for sizes in (config.kernel_thw, tiles))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..attention import attend
-from ..checks import require_share, require_tile
+from ..checks import require_share
 from ..config import SSTAConfig
 from ..cut import Cut, TiledSegment, cut_of, in_sequence
 from ..dense import dense_attention
@@ -82,8 +82,7 @@ def video_sparse_attention(
 def vsa_config(sparsity: float, tile_thw: tuple[int, int, int] = TILE) -> SSTAConfig:
     """What VSA attends to exactly, as a configuration."""
     sparsity = require_share("sparsity", sparsity, "[0, 1)", "the share of the tiles that is left out")
-    tile = require_tile("tile_thw", tile_thw)
-    return SSTAConfig(tile_thw=tile, sparse_type="block_attn", sampling_type="similarity", density=1 - sparsity)
+    return SSTAConfig(tile_thw=tile_thw, sparse_type="block_attn", sampling_type="similarity", density=1 - sparsity)
 
 
 def vsa_layer(
@@ -107,7 +106,7 @@ def vsa_layer(
     if gate is not None:
         check_tensor("gate", gate, (query.dtype,), tuple(query.shape), "[B, H, S, D]", query.device)
     assert config.density is not None
-    cut = cut_of(layout, config.tile, "none")
+    cut = cut_of(layout, config.tile_thw, "none")
     if cut.dense:
         query, key, value = (x.materialize() if isinstance(x, Deferred) else x for x in (query, key, value))
     budget = _row_budget(config, ceil(config.density * cut.num_video_tiles))

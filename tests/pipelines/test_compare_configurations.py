@@ -63,7 +63,6 @@ def test_fields(pipe):
 
 @pytest.mark.parametrize("text, config", [
     ("density=0.2", SSTAConfig(density=0.2)),
-    ("density=0.2,tile_thw=128", SSTAConfig(density=0.2, tile_thw=128)),
     ("density=.2,lambda_=0.5,compensation=linear", SSTAConfig(density=0.2, lambda_=0.5, compensation="linear")),
     ("topk=None", SSTAConfig()),
     ("dense enough,topk=5", SSTAConfig(topk=5, lambda_=0.5)),

@@ -29,10 +29,6 @@ def test_settings_are_vllm_omnis_options(monkeypatch):
     assert str(settings) == "density 0.2, compensation 'linear', dense steps: first 5, last 1, dense layers: 0, 39"
 
 
-def test_a_tile_may_be_a_number_of_tokens():
-    assert config_from('{"tile_thw": 96}').tile_thw == 96
-
-
 def test_without_fields_the_defaults_are_those_of_models_without_published_settings():
     assert config_from("{}") == small_tiles()
     assert Settings.of({"sparsity": 0.8}).config == replace(small_tiles(), density=0.2)

@@ -220,9 +220,6 @@ FAULTS = (
           "self.densities[index * len(self.densities) // count]", "self.densities[max(index - 1, 0) * len(self.densities) // count]",
           ("tests/pipelines/test_schedule.py::test_which_density_a_step_has",)),
 
-    Fault("a tile that fits may be as flat as it likes", "ssta/fitting.py",
-          "if spread(*tile) <= most]", "if tile]", ("tests/ssta/test_fitting.py::test_no_compact_tile_cuts_a_canvas_into_fewer",)),
-
     # Pipelines
     Fault("a field that is changed holds on some canvases only", "pipelines/schedule/changes.py",
           "for name, value in dict(overrides).items() if name not in settled}", "for name, value in dict(overrides).items()}",
