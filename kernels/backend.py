@@ -47,6 +47,14 @@ def _triton_cannot(where: Where) -> str | None:
     return "requires float16 or float32 in Triton's interpreter, got torch.bfloat16" if where.dtype == torch.bfloat16 else None
 
 
+def _triton_tail_cannot(where: Where) -> str | None:
+    reason = _triton_cannot(where)
+    if reason is not None or where.device_type == "cuda":
+        return reason
+    right = _load("portable.interpreted:multiplies_bfloat16")()
+    return None if right else "multiplies bfloat16, which Triton's interpreter here takes for integers"
+
+
 def _hopper_tail_cannot(where: Where) -> str | None:
     if where.capability != (9, 0):
         return "runs on compute capability 9.0 alone"
@@ -85,10 +93,11 @@ ROWS = (
         gather="prologue.reorder_kernel:gather", gather_one="prologue.reorder_kernel:one",
         gather_into="prologue.reorder_kernel:gather_into", take="prologue.reorder_kernel:take",
         score="prologue.select_kernel:score", select="prologue.select_kernel:select", valid_lengths="prologue.select_kernel:valid_lengths",
+        write_ring="portable.held:write_ring"), _triton_cannot),
+    Row("triton", dict(
         key_statistics="portable.tail:key_statistics", estimate="portable.tail:estimate", error_scores="portable.tail:scores",
         combine="portable.tail_combine:combine", combine_backward="portable.tail_combine:combine_backward",
-        room_for_statistics="portable.held:room_for_statistics", write_statistics="portable.held:write_statistics",
-        write_ring="portable.held:write_ring"), _triton_cannot),
+        room_for_statistics="portable.held:room_for_statistics", write_statistics="portable.held:write_statistics"), _triton_tail_cannot),
     Row("torch", dict(
         gather="eager.moves:gather", gather_one="eager.moves:one", gather_into="eager.moves:gather_into",
         take="eager.moves:take", score="eager.ranking:score",

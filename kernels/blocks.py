@@ -63,9 +63,10 @@ class BlockLists:
     max_q_length: int = None  # type: ignore[assignment]
     max_kv_length: int = None  # type: ignore[assignment]
 
-    # No fields, and only of patterns that the package makes: see ``_bounds_of``, and ``covering``. A user's tensors may be written to.
+    # No fields, and only of patterns that the package makes: see ``_bounds_of``, and ``covering``, of queries and of
+    # keys. A user's tensors may be written to.
     _bounds: ClassVar[dict | None] = None
-    _covers: ClassVar[int] = 0
+    _covers: ClassVar[tuple[int, int]] = (0, 0)
     _facts: ClassVar[tuple | None] = None
 
     def __post_init__(self) -> None:
@@ -93,10 +94,10 @@ class BlockLists:
         values["_facts"] = None
         if kv_lengths is not None:
             bounds = {} if starts is None else {(False, self.num_kv_blocks, tokens, self.max_kv_length): (starts, kv_lengths)}
-            values.update(kv_lengths=kv_lengths, _bounds=bounds)
+            values.update(kv_lengths=kv_lengths, _bounds=bounds, _covers=(self._covers[0], 0))
         if lengths is not None:
             bounds = {} if starts is None else {(True, self.num_q_blocks, tokens, self.max_q_length): (starts, lengths)}
-            values.update(q_lengths=lengths, kv_lengths=lengths, _bounds=bounds, _covers=0)
+            values.update(q_lengths=lengths, kv_lengths=lengths, _bounds=bounds, _covers=(0, 0))
         return new
 
     def covering(self, tokens: int) -> BlockLists:
@@ -105,7 +106,7 @@ class BlockLists:
 
         For use inside the package, where that is known; what is ``relisted`` from them says so too, but for other lengths.
         """
-        vars(self)["_covers"] = tokens
+        vars(self)["_covers"] = tokens, tokens
         vars(self)["_facts"] = None
         return self
 

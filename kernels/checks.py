@@ -17,7 +17,8 @@ INTEGERS = (torch.int32, torch.int64)
 def require_int(name: str, value: Any, least: int) -> int:
     """``value`` as an int of at least ``least``; numpy's integers count, a bool does not."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
-        if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+        # An array of numpy's has __index__ too.
+        if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__") or getattr(value, "shape", ()) != ():
             raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
         value = operator.index(value)
     if value < least:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import SSTAConfig
+from .kernels.checks import require_int
 from .ring import Counts, Geometry
 
 
@@ -73,6 +74,15 @@ def check_state(state: Mapping[str, Any], raw_sink: bool) -> None:
     if state and state.keys() != names:
         raise ValueError(f"state must have {sorted(names)}, with a raw_sink where a cache has a rotary and a sink, got "
                          f"{sorted(map(str, state))}")
-    if state and (not isinstance(key := state["key"], Tensor) or key.dim() != 4 or len(state["geometry"]) != len(Geometry._fields)):
+    if not state:
+        return
+    key, geometry = state["key"], state["geometry"]
+    if not isinstance(key, Tensor) or key.dim() != 4 or not isinstance(geometry, (tuple, list)) or len(geometry) != len(Geometry._fields):
         raise ValueError(f"state must have a key [B, Hkv, P, D] and a geometry of {len(Geometry._fields)} entries, got "
-                         f"{getattr(key, 'shape', type(key).__name__)} and {state['geometry']}")
+                         f"{getattr(key, 'shape', type(key).__name__)} and {geometry}")
+    for name, value in zip(("chunk", "height", "width"), geometry):
+        require_int(f"state['geometry']'s {name}", value, 1)
+    for name, least in (("heads", 1), ("first", 0), ("number", 0)):
+        require_int(f"state[{name!r}]", state[name], least)
+    if state["heads"] % max(key.shape[1], 1):
+        raise ValueError(f"state['heads'] must be a multiple of the key's {key.shape[1]}, got {state['heads']}")

@@ -63,6 +63,8 @@ def require_choice(name: str, value: str, choices: tuple[str, ...], also: str = 
 
 def require_function(name: str, function: Callable, *arguments: str) -> Callable:
     """``function``, which can be called with as many arguments as ``arguments`` names; what does not tell its own is believed."""
+    if not callable(function):
+        raise TypeError(f"{name} must be a function of ({', '.join(arguments)}), got {function!r}")
     if traced():
         return function
     try:

@@ -104,7 +104,7 @@ def q_partition(blocks: BlockLists, tokens: int) -> Partition:
     uniform = isinstance(blocks.q_offsets, int) and blocks.q_lengths is None
     bounds = (blocks.counts, blocks.counts) if uniform else blocks.q_bounds(tokens)
     return Partition(*bounds, uniform, _longest(blocks.max_q_length, uniform, tokens), tokens, blocks.num_q_blocks,
-                     uniform or tokens <= blocks._covers)
+                     uniform or tokens <= blocks._covers[0])
 
 
 def kv_partition(blocks: BlockLists, tokens: int) -> Partition:
@@ -112,7 +112,8 @@ def kv_partition(blocks: BlockLists, tokens: int) -> Partition:
     uniform = isinstance(blocks.kv_offsets, int) and blocks.kv_lengths is None
     bounds = (blocks.counts, blocks.counts) if uniform else blocks.kv_bounds(tokens)
     number = -(-tokens // blocks.max_kv_length) if uniform else bounds[0].shape[2]
-    return Partition(*bounds, uniform, _longest(blocks.max_kv_length, uniform, tokens), tokens, number, uniform or tokens <= blocks._covers)
+    return Partition(*bounds, uniform, _longest(blocks.max_kv_length, uniform, tokens), tokens, number,
+                     uniform or tokens <= blocks._covers[1])
 
 
 def _longest(bound: int, uniform: bool, tokens: int) -> int:

@@ -42,6 +42,22 @@ def test_every_step_is_of_the_first_row_from_impl_on_that_can(impl, where, other
     assert names(impl, where) == {**dict.fromkeys(BUT_ATTEND, other), **exceptions}
 
 
+def test_an_interpreter_that_multiplies_bits_leaves_the_estimate_to_torch(monkeypatch):
+    """As Triton's does with bfloat16, which the tests' ground mends: inf and NaN came of it."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpreted = pytest.importorskip("ssta.kernels.portable.interpreted")
+    if DEVICE.type == "cpu":
+        assert interpreted.multiplies_bfloat16()
+        interpreter = pytest.importorskip("triton.runtime.interpreter")
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot",
+                            lambda self, a, b, d, *_: interpreter.TensorHandle(a.data.astype("float32") @ b.data, d.dtype))
+        assert not interpreted.multiplies_bfloat16.__wrapped__()
+    monkeypatch.setattr(interpreted, "multiplies_bfloat16", lambda: False)
+    backend = choose.__wrapped__("triton", Where("cpu", None, True, torch.float16, 64))
+    assert {of.step for of in backend.chosen if of.name == "torch"} == {"estimate", "combine"}
+    assert any("not triton, which multiplies bfloat16" in line for line in backend.explain())
+
+
 def test_a_backend_says_why_no_faster_row_runs_a_step():
     said = choose("auto", HOPPER._replace(capability=(7, 5))).explain()
     assert len(said) == len(BUT_ATTEND) and [line.split(":")[0] for line in said] == BUT_ATTEND

@@ -4,6 +4,7 @@ import pickle
 from copy import deepcopy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -194,7 +195,8 @@ def test_a_state_goes_to_another_cache(config):
 @pytest.mark.parametrize("changed, message", [
     (dict(value=None), r"state\['value'\] must be a Tensor of shape \(2, 2, 340, 8\), got None"), (dict(other=1), "got .*'other'"),
     (dict(frames=torch.zeros(9, dtype=torch.int64)), r"state\['frames'\] must .*\(6,\), got .*9"), (dict(key=torch.zeros(3)), "key"),
-    (dict(geometry=(1, 2)), "geometry of 7 entries"), (None, "state must be what")])
+    (dict(geometry=(1, 2)), "geometry of 7 entries"), (dict(geometry=3), "geometry of 7 entries"), (dict(first=None), "first"),
+    (dict(number=1.5), "number"), (dict(heads=3), "multiple of the key's 2, got 3"), (None, "state must be what")])
 def test_a_state_that_does_not_fit_changes_nothing(changed, message):
     cache = TileCache(SOME[0], window=7, sink=2)
     cache.attend(*chunk(3))
@@ -318,7 +320,8 @@ def test_a_call_that_raises_stores_nothing(name):
     (SSTAConfig((2, 2, 3), sparse_type="sta"), dict(window=6), "sparse_type"), ("near", dict(window=6), "SSTAConfig"),
     (SSTAConfig((2, 2, 3), variants=((3, dict(pad_type="zero")),)), dict(window=6), "pad_type"),
     (SSTAConfig((2, 2, 3), sampling_type="importance"), dict(window=6), "importance"), (None, dict(window=6, impl="cuda"), "impl"),
-    (None, dict(window=6, scale=-1.0), "scale")])
+    (None, dict(window=6, scale=-1.0), "scale"), (None, dict(window=6, rotary=1.5), "rotary must be a function"),
+    (None, dict(window=np.ones(3)), "window must be an int")])
 def test_settings_that_it_cannot_follow(config, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         TileCache(config, **options)

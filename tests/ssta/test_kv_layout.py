@@ -152,6 +152,23 @@ def test_what_is_not_selected_is_estimated(parts):
         torch.testing.assert_close(got, expected, rtol=2**-5, atol=2**-5)
 
 
+@pytest.mark.parametrize("compensation", ["none", "linear"])
+def test_keys_that_a_mask_leaves_out_have_a_gradient_of_zero(compensation):
+    """Not what lay in its memory before: no kernel writes there."""
+    layout, kv_layout = layout_of([(1, 2, 3), 5]), layout_of([(2, 2, 3), 5])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (torch.randn(1, 1, of.length, 16, dtype=torch.float16, device=device, requires_grad=True)
+               for of in (layout, kv_layout, kv_layout))
+    config = SSTAConfig(tile_thw=(1, 2, 2), topk=1, compensation=compensation)
+    mask, grads = torch.tensor([[1, 1, 0, 0, 0]], device=device), []
+    for impl in ("triton", "torch"):
+        out = ssta_attention(q, k, v, layout, config, kv_layout=kv_layout, text_mask=mask, impl=impl)
+        grads.append(torch.autograd.grad(out.sum(), (q, k, v)))
+    assert all(not x[:, :, -3:].any() for x in grads[0][1:])
+    for got, expected in zip(*grads):
+        torch.testing.assert_close(got, expected, rtol=2**-5, atol=2**-5)
+
+
 @pytest.mark.slow
 def test_in_one_graph_and_by_kernels():
     layout, kv_layout = layout_of([(2, 4, 6), 5]), layout_of([(3, 4, 6), (2, 4, 6), 5])

@@ -218,3 +218,14 @@ def test_returned_lists_are_the_callers_own(impl):
     written = copy.deepcopy(blocks)
     written.q_lengths.zero_()
     assert not block_sparse_attention(long, long, long, written, impl=impl).any()
+
+
+def test_the_specification_has_gradients_where_an_operator_runs():
+    """As compilers have it, and tensors that are read with the other sign; inside of an operator autograd does not record."""
+    x = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64)
+    leaves = [of.detach().requires_grad_() for of in torch.complex(x, -x).conj().imag]
+    assert leaves[0].is_neg()
+    tiles = dict(topk=1, tile_thw=(1, 2, 2), kernel_thw=(1, 1, 1))
+    outs = [ssta_3d_attention(*leaves, (2, 2, 2), impl=impl, **tiles) for impl in ("reference", "torch")]
+    grads = [torch.autograd.grad(out.sum(), leaves) for out in outs]
+    torch.testing.assert_close(*grads)
