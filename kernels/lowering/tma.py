@@ -48,11 +48,11 @@ FAR = gl.constexpr(2**30)
 
 def batch_tokens(x: Tensor) -> int | None:
     """How many tokens lie from one batch element of x [B, H, tokens, D] to the next, as tma_chunks counts them; None where that is no
-    whole number."""
+    whole number, or fewer than an element has: of such windows into one another no result has the same strides."""
     batch, row = x.stride(0), x.stride(2)
     if x.shape[0] == 1:
         return 0
-    return batch // row if batch % row == 0 else None
+    return batch // row if batch % row == 0 and batch >= x.shape[2] * row else None
 
 
 def chunks_ready(x: Tensor) -> Tensor:

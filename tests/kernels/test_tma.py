@@ -33,3 +33,10 @@ def test_what_has_no_whole_number_of_tokens_between_batch_elements_is_copied():
     assert tma.batch_tokens(x) is None and tma.batch_tokens(x[:1]) == 0
     made = tma.chunks_ready(x)
     assert tma.batch_tokens(made) == 3 * 70 and torch.equal(made, x) and tma.chunks_ready(made) is made
+
+
+def test_windows_that_overlap_are_copied():
+    """A gradient in their memory order would have another distance between batch elements."""
+    x = torch.arange(80 * 64).to(torch.float16).view(80, 64).as_strided((2, 1, 70, 64), (64, 70 * 64, 64, 1))
+    made = tma.chunks_ready(x)
+    assert tma.batch_tokens(x) is None and torch.equal(made, x) and tma.batch_tokens(torch.empty_like(made)) == 70
