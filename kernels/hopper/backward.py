@@ -166,10 +166,6 @@ def _write_backward(plan: Plan, xs: Sequence[Any], tensors: Sequence[Any], fixed
         for x in (dq, dk, dv):
             plan.call(Tensor.zero_, x)
         return
-    # Ragged blocks need not cover every row.
-    for x, axis in ((dq, queries), (dk, keys), (dv, keys)):
-        if not axis.covers:
-            plan.call(Tensor.zero_, x)
     programs, shape, shift = multiprocessors(plan.device), constants(dim, deterministic), kv_len - q_len
     if deterministic:
         # Says in every call whether an earlier one waited too long.
@@ -186,6 +182,9 @@ def _write_backward(plan: Plan, xs: Sequence[Any], tensors: Sequence[Any], fixed
     # Whether there are tiles or chunks of fewer tokens than the others.
     ragged = not all([axis.uniform and axis.length % size == axis.tokens % size == 0 for axis, size in ((queries, QUERIES), (keys, KEYS))])
     kinds = dict(UNIFORM=queries.uniform, RAGGED=ragged, CAUSAL=causal) | shape
+    # Ragged blocks need not cover every row. From here on there are gradients, when all is gone that orders need.
+    for x in [dk, dv] * (not keys.covers):
+        plan.call(Tensor.zero_, x)
     # Programs that wait for one another must all be there.
     plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *kinds.values()), (programs if deterministic else work.number, 1, 1),
                 (*[Tiles(x, object(), partial(tma_chunks, rows=size)) if ragged else tma_tiles(x, size) for x, size in (
@@ -194,6 +193,8 @@ def _write_backward(plan: Plan, xs: Sequence[Any], tensors: Sequence[Any], fixed
                 (accum.dq_semaphore if deterministic else work.tiles, timeouts, work.tiles, counts, indices, locks,
                  work.skipped if causal else work.tiles, *[counts if x is None else x for x in queries.tensors], accum.dq_accum),
                 (*numbers, scale * LOG2E, scale), kinds, dict(**OPTIONS, launch_cooperative_grid=deterministic))
+    if not queries.covers:
+        plan.call(Tensor.zero_, dq)
     backward_postprocess(plan, accum, dq, scale, queries)
 
 

@@ -19,6 +19,7 @@ from ..lowering.quick_launch import power_of_2
 from ..tail import Blocks, by_kv_head
 from .config import LaunchConfig
 from .tail_config import launcher, strides
+from .tail_groups import head_groups
 from .tail_rows import part_shares
 from .tail_statistics import block_rows, head_at, lower_tokens
 
@@ -27,6 +28,8 @@ from .tail_statistics import block_rows, head_at, lower_tokens
 _ROWS, _UNITS, _UNITS_BEFORE_HOPPER = LaunchConfig(64, 64, 4, 2), LaunchConfig(32, 64, 4, 2), LaunchConfig(32, 64, 8, 2)
 # What any GPU takes: head_dims above 128, and float32, which is multiplied without tensor cores.
 _WIDE = LaunchConfig(32, 32, 8, 1)
+# torch sums so few numbers in one order, however many sums there are, and tensors of so many bytes at once.
+SUMMED_ALIKE, ADDRESSED = 256, 1 << 31
 
 
 @triton.jit
@@ -242,11 +245,30 @@ def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[st
                 tokens=(dict(M=matrix.block_m, C=columns) | shape, replace(matrix, num_stages=1)))
 
 
+def query_splits(device: torch.device, blocks: int, units: int, kv_heads: int, config: LaunchConfig) -> tuple[int, int]:
+    """(How many sums over query blocks a unit's gradients are made of, of how many blocks each), so that so many key heads keep the device
+    busy."""
+    splits = max(1, min(blocks, 4 * multiprocessors(device) // (-(-units // config.block_n) * kv_heads)))
+    share = -(-blocks // splits)
+    return -(-blocks // share), share
+
+
+def several_groups(device: torch.device, q: Tensor, k: Tensor, blocks: int, units: int, at_once: int) -> int:
+    """How many groups of so many key heads ``gradients`` takes together: such as find room in the memory that the gradients of the exact
+    part will take, which come after, and as torch sums in one order."""
+    dim, group = q.shape[3], q.shape[1] // k.shape[1]
+    splits, _ = query_splits(device, blocks, units, at_once, tail_launches(dim, q.dtype, device_limits(device))["units"][1])
+    # The matrices of query blocks and their gradients are not there at once, nor are the sums and either.
+    of_head = 2 * dim * dim * units + max(2 * dim * dim * blocks * group, 8 * dim * units * splits)
+    room = min((q.numel() + 2 * k.numel()) * q.element_size(), ADDRESSED)
+    return max(room // (at_once * of_head), 1) if splits < SUMMED_ALIKE else 1
+
+
 def gradients(
     plan: Plan, dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, dlse: Tensor | None, exact: Tensor,
     exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks,
     bias2: Tensor, log_count: Tensor, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, matrix: Tensor, mixture: Tensor,
-    dcovariance: Tensor, scale: float,
+    dcovariance: Tensor, scale: float, at_once: int,
 ) -> None:
     """Writes the gradients for the exact part's out and lse, and for q, k and v, where compensated blocks are; nothing of other rows.
 
@@ -265,6 +287,7 @@ def gradients(
         matrix: M, ``[B, H, N, D * D]``, contiguous, and mixture, P with damping, ``[B, H, N, U]``, of one dtype.
         dcovariance: ``[B, Hkv, U, D * D]`` of that dtype, contiguous, to work in.
         scale: factor on the scores.
+        at_once: key heads whose matrices are one product of torch's. By how many these are it chooses how it sums, and queries are split.
     """
     (batch, heads, tokens, dim), kv_heads, (blocks, units) = q.shape, k.shape[1], bias2.shape[2:]
     (offsets, _, longest), (kv_offsets, kv_number, _), group = q_blocks, kv_blocks, heads // kv_heads
@@ -280,10 +303,7 @@ def gradients(
                  dict(PARTS=parts) | sizes, config)
 
     sizes, config = launches["units"]
-    chunks = -(-units // config.block_n)
-    splits = max(1, min(blocks, 4 * multiprocessors(plan.device) // (chunks * batch * kv_heads)))
-    share = -(-blocks // splits)
-    splits = -(-blocks // share)
+    chunks, (splits, share) = -(-units // config.block_n), query_splits(plan.device, blocks, units, min(at_once, batch * kv_heads), config)
     some = [plan.working(splits, *k_mean.shape, dtype=torch.float32) for _ in range(2)]
     _launch_units(plan, (chunks, batch * kv_heads, splits), (q, dout, k_mean, v_mean, *some, lse2, shift, bias2, offsets),
                   (*strides(q, dout), kv_heads, group, tokens, blocks, units, share), (scale * LOG2E, scale), sizes, config)
@@ -296,8 +316,10 @@ def gradients(
     dmatrix = plan.working(*matrix.shape, dtype=matrix.dtype)
     _launch_matrix(plan, (blocks, batch * heads, patches), (q, dout, dmatrix, exact_lse, tail_lse, offsets),
                    (*strides(q, dout), heads, tokens, blocks), (scale,), sizes, config)
-    # The query heads of a key head are rows of one product.
-    plan.call(product, by_kv_head(mixture, kv_heads).mT, by_kv_head(dmatrix, kv_heads), dcovariance.flatten(0, 1))
+    for own, shared in head_groups(batch, kv_heads, group, at_once):
+        # The query heads of a key head are rows of one product.
+        sums = dcovariance[shared]
+        plan.call(product, by_kv_head(mixture[own], sums.shape[1]).mT, by_kv_head(dmatrix[own], sums.shape[1]), sums.flatten(0, 1))
 
     sizes, config = launches["tokens"]
     _launch_tokens(plan, (units, batch * kv_heads, patches),

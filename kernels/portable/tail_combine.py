@@ -207,18 +207,21 @@ def _write_combine_backward(plan: Plan, xs: Sequence[Tensor], others: Sequence[T
     group, parts = heads // kv_heads, units // kv_sizes[0]
     # Those of units, and of blocks' queries with their gradients.
     most = int(room * mean_bytes(q, k) / (2 * dim * dim * (units + 2 * blocks * group)))
-    for own, shared in head_groups(batch, kv_heads, group, evenly(kv_heads, most)):
+    at_once = evenly(kv_heads, most)
+    several = tail_backward.several_groups(plan.device, q, k, blocks, units, at_once)
+    for own, shared in head_groups(batch, kv_heads, group, at_once, several=several):
         keys, values, counts, places = k[shared], v[shared], log_count[shared], None if order is None else order[shared]
         of_units, arrived = (k_mean[shared], v_mean[shared]), None if dlse is None else dlse[own]
         covariances = plan.working(*counts.shape, dim * dim, dtype=torch.bfloat16)
         tail_statistics.covariances(plan, keys, values, kv_offsets, *of_units, counts, places, None, parts, covariances)
         mixed, matrix = mixture[own], plan.working(*mixture[own].shape[:3], dim * dim, dtype=torch.bfloat16)
-        matrices(plan, mixed, covariances, matrix)
+        for mine, its in head_groups(*counts.shape[:2], group, at_once):
+            matrices(plan, mixed[mine], covariances[its], matrix[mine])
         # Their memory is that of their gradients.
         tail_backward.gradients(
             plan, dexact[own], dexact_lse[own], dq[own], dk[shared], dv[shared], dout[own], arrived, exact[own], exact_lse[own],
             out[own], lse[own], tail_lse[own], q[own], keys, values, (q_offsets, *q_sizes), (kv_offsets, *kv_sizes), bias[own], counts,
-            places, *of_units, matrix, mixed, covariances, scale)
+            places, *of_units, matrix, mixed, covariances, scale, at_once)
 
 
 def _of_lists(x: Tensor, heads: int, own: tuple, shared: tuple) -> Tensor:

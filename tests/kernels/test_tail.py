@@ -117,12 +117,12 @@ def test_more_of_the_last_heads_at_once_make_fewer_groups(room, last, groups):
     assert tail_combine._fewer_groups(16, room, 63, 5.5, last) == groups
 
 
-@pytest.mark.parametrize("batch, at_once, last, sizes", [
-    (1, 3, 7, [3, 3, 3, 7]), (1, 3, 8, [3, 3, 3, 7]), (1, 9, 7, [9, 7]), (1, 6, 0, [6, 6, 4]), (2, 6, 9, [6, 6, 4, 6, 6, 4]),
-    (2, 8, 16, [8, 8, 16]), (2, 8, 32, [32])])
-def test_groups_of_heads_are_all_heads(batch, at_once, last, sizes):
+@pytest.mark.parametrize("batch, at_once, last, several, sizes", [
+    (1, 3, 7, 1, [3, 3, 3, 7]), (1, 3, 8, 1, [3, 3, 3, 7]), (1, 9, 7, 1, [9, 7]), (1, 6, 0, 1, [6, 6, 4]), (2, 6, 9, 1, [6, 6, 4, 6, 6, 4]),
+    (2, 8, 16, 1, [8, 8, 16]), (2, 8, 32, 1, [32]), (1, 3, 0, 2, [6, 6, 3, 1]), (2, 6, 0, 9, [12, 4, 12, 4]), (1, 4, 0, 4, [16])])
+def test_groups_of_heads_are_all_heads(batch, at_once, last, several, sizes):
     x = torch.arange(batch * 16).view(batch, 16)
-    found = [x[shared] for _, shared in tail_groups.head_groups(batch, 16, 2, at_once, last)]
+    found = [x[shared] for _, shared in tail_groups.head_groups(batch, 16, 2, at_once, last, several)]
     assert [part.numel() for part in found] == sizes and torch.equal(torch.cat([part.flatten() for part in found]), x.flatten())
 
 

@@ -11,6 +11,8 @@ from tail_cases import TailCase, in_float64, tail_case
 
 from ssta.kernels import BlockLists
 from ssta.kernels.eager import tail as eager
+from ssta.kernels.lowering.by_address import Launch
+from ssta.kernels.portable import tail_backward, tail_combine
 from ssta.kernels.portable.tail_backward import gradients
 from ssta.kernels.tail import BlockEstimates
 
@@ -143,7 +145,7 @@ def test_the_kernels_compute_the_formulas(parts, heads, kv_heads):
     of_units = [x.float() for x in (estimates.k_mean, estimates.v_mean, matrix.flatten(3), mixture)]
     planned(gradients)(*got, *rows, *of.of.shape, bias2.float().contiguous(), of.estimates.log_count, of.estimates.order,
                        *(x.contiguous() for x in of_units), torch.empty(*of_units[0].shape[:3], of.of.q.shape[3]**2, device=DEVICE),
-                       of.of.scale)
+                       of.of.scale, 2 * kv_heads)
     assert_close(got, expected, 2e-6)
 
 
@@ -196,6 +198,21 @@ def test_a_gradient_may_arrive_through_one_result_only():
 def test_the_same_inputs_give_the_same_bits():
     of = case(2)
     assert all(torch.equal(a, b) for a, b in zip(of.gradients(), of.gradients()))
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_heads_that_share_launches_have_the_bits_of_heads_one_by_one(heads, monkeypatch):
+    """Products and sums are as of one head."""
+    of, found = case(1, heads, 2, lengths=SHORT), []
+    monkeypatch.setattr(tail_combine, "BACKWARD_ROOM", 0)
+    for alike in (0, 256):
+        tail_combine._gradients.kinds.clear()
+        monkeypatch.setattr(tail_backward, "SUMMED_ALIKE", alike)
+        found.append(of.gradients())
+        (planned,) = tail_combine._gradients.kinds.values()
+        assert sum([isinstance(step, Launch) for step in planned.steps]) == (10 if alike == 0 else 5)
+    tail_combine._gradients.kinds.clear()
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 @both
