@@ -215,7 +215,7 @@ def _write_combine_backward(plan: Plan, xs: Sequence[Tensor], others: Sequence[T
         covariances = plan.working(*counts.shape, dim * dim, dtype=torch.bfloat16)
         tail_statistics.covariances(plan, keys, values, kv_offsets, *of_units, counts, places, None, parts, covariances)
         mixed, matrix = mixture[own], plan.working(*mixture[own].shape[:3], dim * dim, dtype=torch.bfloat16)
-        for mine, its in head_groups(*counts.shape[:2], group, at_once):
+        for mine, its in head_groups(counts.shape[0], counts.shape[1], group, at_once):
             matrices(plan, mixed[mine], covariances[its], matrix[mine])
         # Their memory is that of their gradients.
         tail_backward.gradients(

@@ -33,18 +33,19 @@ class Kandinsky5SSTAProcessor(SSTAProcessor):
             raise ValueError("sparse_params must be None under SSTA, which is a sparsity of its own; call remove_ssta to use the model's")
         layout = self.around(hidden_states.shape[1])
 
-        def finished(norm: nn.Module, x: Tensor) -> Tensor:
-            x = norm(x.float()).type_as(x)
-            return x if rotary_emb is None else _rotated(x, rotary_emb)
-
+        turned = None if rotary_emb is None else partial(_rotated, rotary_emb)
         query, key, value = self.joined(
-            [Stream(later(attn.to_query, hidden_states), then=partial(finished, attn.query_norm))],
-            [Stream(later(attn.to_key, hidden_states), then=partial(finished, attn.key_norm))],
+            [Stream(later(attn.to_query, hidden_states), partial(_normed, attn.query_norm), then=turned)],
+            [Stream(later(attn.to_key, hidden_states), partial(_normed, attn.key_norm), then=turned)],
             [Stream(later(attn.to_value, hidden_states))], layout, heads=attn.num_heads)
         return attn.out_layer(self.attend(query, key, value, layout).flatten(-2, -1))
 
 
-def _rotated(x: Tensor, rotary_emb: Tensor) -> Tensor:
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    return norm(x.float()).type_as(x)
+
+
+def _rotated(rotary_emb: Tensor, x: Tensor) -> Tensor:
     """RoPE by matrices of 2 x 2 on neighbouring channels. The model was trained with its result rounded to bfloat16, whatever x is."""
     pairs = x.float().unflatten(-1, (-1, 1, 2))
     return (rotary_emb * pairs).sum(dim=-1).reshape(x.shape).to(torch.bfloat16).type_as(x)

@@ -30,7 +30,7 @@ class Stream(NamedTuple):
 
     Attributes:
         projected: ``[B, S, H * D]``, or what makes it.
-        norm: the model's own module; None = no norm.
+        norm: the model's own module, or a function for which no kernel stands in; None = no norm.
         angles: cosines and sines of RoPE on neighbouring channels, float32, which broadcast to ``[B, S, H, D]`` with both angles of a pair,
             which are the same, or to ``[B, S, H, D / 2]``; None = no RoPE.
         rotated: angles are for so many of the first tokens, others have none; None = for all.
@@ -38,7 +38,7 @@ class Stream(NamedTuple):
     """
 
     projected: Projected
-    norm: nn.Module | None = None
+    norm: Callable[[Tensor], Tensor] | None = None
     angles: tuple[Tensor, Tensor] | None = None
     rotated: int | None = None
     then: Callable[[Tensor], Tensor] | None = None
@@ -48,7 +48,7 @@ class _Made(NamedTuple):
     """A stream, or a part of it, whose projection is there and whose angles are for all tokens."""
 
     projected: Tensor
-    norm: nn.Module | None
+    norm: Any
     angles: tuple[Tensor, Tensor] | None
     then: Callable[[Tensor], Tensor] | None
 
@@ -131,22 +131,22 @@ def _projection(stream: _Made, heads: int, across_heads: bool, norms: Norms) -> 
     return Projection(x, norm, angles)
 
 
-def _by_modules(streams: Sequence[_Made], heads: int, across_heads: bool) -> Tensor:
-    parts = [_normed_and_rotated(stream, heads, across_heads) for stream in streams]
+def _by_modules(streams: list[_Made], heads: int, across_heads: bool) -> Tensor:
+    """Empties ``streams``: nobody holds a projection once it is normed, nor what is normed once it is rotated."""
+    parts = []
+    while streams:
+        x, norm, angles, then = streams.pop(0)
+        if norm is not None and across_heads:
+            x = norm(x)
+        x = x.unflatten(2, (heads, -1))
+        if norm is not None and not across_heads:
+            x = norm(x)
+        if angles is not None:
+            step = angles[0].shape[-1] // (x.shape[-1] // 2)
+            x = apply_rope(x, *(of[..., ::step] for of in angles))
+        parts.append(x if then is None else then(x))
+        del x
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _normed_and_rotated(stream: _Made, heads: int, across_heads: bool) -> Tensor:
-    x, norm = stream.projected, stream.norm
-    if norm is not None and across_heads:
-        x = norm(x)
-    x = x.unflatten(2, (heads, -1))
-    if norm is not None and not across_heads:
-        x = norm(x)
-    if stream.angles is not None:
-        step = stream.angles[0].shape[-1] // (x.shape[-1] // 2)
-        x = apply_rope(x, *(of[..., ::step] for of in stream.angles))
-    return x if stream.then is None else stream.then(x)
 
 
 def _by_kernel(stream: _Made, heads: int, across_heads: bool, norms: Norms, impl: str) -> bool:
