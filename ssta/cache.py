@@ -19,6 +19,7 @@ from .inputs import check_tensors
 from .kernels.checks import autocast_inputs, require_bool, require_int, resolve_scale
 from .kernels.operators import on_device, refuse_forward_mode
 from .kernels.routing import require_impl
+from .ranks.agreement import said_to
 from .ranks.cache import attend_between, own_heads
 from .ranks.world import recorded
 from .ring import Geometry
@@ -116,7 +117,8 @@ class TileCache:
             thw: (t, h, w) tokens of the chunk; h and w are the same for all of them.
             keep: whether the chunk's keys and values stay, as of its last denoising pass; without, nothing is stored.
             dense: compute everything exactly, as in dense steps.
-            start: the number of the chunk's first frame, where the caller knows it: it must be that of the frames kept so far.
+            start: the number of the chunk's first frame, where the caller knows it: it must be that of the frames kept so far, and
+                given on all ranks or on none, which wait for one another where it is a new one.
             text: keys and values ``[B, Hkv, n, D]`` of text, constants, which stay until others are given.
 
         Returns:
@@ -133,19 +135,18 @@ class TileCache:
         t, h, w = require_triple("thw", thw)
         layout = TokenLayout.video_text((t, h, w))
         if self.group is not None:
-            facts = dict(config=self.config, window=self.window, sink=self.sink, chunk=self._most, keep=keep, dense=dense)
+            said_to(self.group, lambda: self._check_start(start))
+            facts = dict(config=self.config, window=self.window, sink=self.sink, chunk=self._most, keep=keep, dense=dense, start=start)
             return attend_between(query, key, value, layout, text, self.text, self.group, facts, lambda q, k, v, text: self._attend(
-                q, k, v, layout, keep, dense, start, text))
+                q, k, v, layout, keep, dense, text))
+        self._check_start(start)
         check_tensors(query, key, value, layout, layout)
-        return self._attend(query, key, value, layout, keep, dense, start, text)
+        return self._attend(query, key, value, layout, keep, dense, text)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, keep: bool, dense: bool, start: int | None,
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, keep: bool, dense: bool,
                 text: tuple[Tensor, Tensor] | None) -> Tensor:
         """``attend`` on one rank."""
         t, h, w = layout.video[0].thw
-        if start is not None and require_int("start", start, 0) != self._kept:
-            raise ValueError(f"start must be the number of frames kept so far, {self._kept}, got {start}: a chunk is kept once, and each "
-                             "layer has a cache of its own")
         if text is not None:
             check_text(text, key, self.text)
         memory = self._fit(Kind.of(query, key), (t, h, w), keep)
@@ -286,6 +287,11 @@ class TileCache:
                 f"{self.nbytes / 2**20:,.1f} MiB")
 
     # The rest is of use inside.
+
+    def _check_start(self, start: int | None) -> None:
+        if start is not None and require_int("start", start, 0) != self._kept:
+            raise ValueError(f"start must be the number of frames kept so far, {self._kept}, got {start}: a chunk is kept once, and each "
+                             "layer has a cache of its own")
 
     def _rotated(self, key: Tensor, first: Tensor) -> Tensor:
         assert self.rotary is not None

@@ -66,6 +66,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, storage: list[Tensor], kn
     return out if out.stride() == like.stride() else like.copy_(out)
 
 
+@_attend.register_vmap
+def _(info, in_dims, *args):
+    raise ValueError("TileCache.attend must not be called under torch.func.vmap, whose entries would all be put into one cache: the "
+                     "batch is a dimension of query, key and value")
+
+
 @_attend.register_fake
 def _(query, key, value, storage, known, plan, dense, describe):
     return torch.empty_like(query)

@@ -313,6 +313,14 @@ def test_a_call_that_raises_stores_nothing(name):
         assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
 
 
+def test_entries_of_a_mapped_dimension_are_refused():
+    *qkv, thw = chunk(3, batch=1)
+    cache = TileCache(SOME[0], window=6, sink=1)
+    with pytest.raises(ValueError, match="under torch.func.vmap"):
+        torch.func.vmap(lambda q, k, v: cache.attend(q, k, v, thw))(*[torch.stack([x, x]) for x in qkv])
+    assert not cache.kept
+
+
 @pytest.mark.parametrize("config, options, message", [
     (SSTAConfig((4, 2, 3)), dict(window=3), r"4 frames \(tile_thw \(4, 2, 3\)\), got 3"),
     (None, dict(window=0), "window"), (None, dict(window=6, sink=-1), "sink"), (None, dict(window=6, chunk=7), "6 frames, got 7"),

@@ -260,6 +260,9 @@ def cache():
     first, last = shards.heads(4)
     assert torch.equal(own.contents().key, whole.contents().key[:, first:last]) and own.frames == whole.frames == 7
     ranks = dist.get_world_size()
+    start = 3 if shards.rank == ranks - 1 else own.kept
+    refused(ValueError, f"on rank {ranks - 1}: start must be the number of frames kept so far, 12, got 3", lambda: own.attend(
+        *[local(x, shards) for x in qkv], thw, start=start))
     q, k, v = [local(x, shards) for x in inputs(layout, 6, ranks - 1)]
     fresh = TileCache(settings, window=5, group=dist.group.WORLD)
     refused(ValueError, f"got {ranks} ranks and {k.shape[1]}", lambda: fresh.attend(q, k, v, thw))
