@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Bytes of which every place in a room is a multiple.
 ALIGNMENT = 256
@@ -42,16 +42,17 @@ class Room:
 
 
 def shared(spans: Sequence[Span], rooms: Sequence[Room]) -> tuple[list[tuple[int, int]], list[Room]]:
-    """(room, place) of each span, and all rooms: first those that there are. Large spans choose first, or those that are large and stay
-    long, whichever takes less memory."""
-    orders: list[Callable[[Span], int]] = [lambda of: of.size, lambda of: of.size * (of.last - of.first + 1)]
+    """(room, place) of each span, and all rooms: first those that there are. Large spans choose first, of equal ones those that come first
+    or those that stay longest; or those that are large and stay long; whichever takes least memory."""
+    orders: list[Callable[[Span], Any]] = [lambda of: of.size, lambda of: (of.size, of.last - of.first),
+                                           lambda of: of.size * (of.last - of.first + 1)]
     found = [_placed(spans, deepcopy(rooms), order) for order in orders]
     return min(found, key=lambda of: sum([room.size for room in of[1]]))
 
 
-def _placed(spans: Sequence[Span], rooms: Sequence[Room], first: Callable[[Span], int]) -> tuple[list[tuple[int, int]], list[Room]]:
+def _placed(spans: Sequence[Span], rooms: Sequence[Room], first: Callable[[Span], Any]) -> tuple[list[tuple[int, int]], list[Room]]:
     rooms, places = list(rooms), [(0, 0)] * len(spans)
-    for number in sorted(range(len(spans)), key=lambda number: -first(spans[number])):
+    for number in sorted(range(len(spans)), key=lambda number: first(spans[number]), reverse=True):
         span = spans[number]
         found = next(((at, place) for at, room in enumerate(rooms) if (place := room.place(span)) is not None), None)
         if found is None:
