@@ -142,6 +142,8 @@ class _Recorded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout: Tensor, *dmeans: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *held = ctx.saved_tensors
+        if ctx.planned is not None:
+            held = ctx.planned.as_run(held)
         seen = watched(dout, *dmeans)
         if not seen:
             with on_device(dout):

@@ -269,6 +269,8 @@ class Planned:
         with torch.inference_mode(False):
             self.results = [(None if x.numel() else torch.empty(x.shape, dtype=x.dtype, device=plan.device), x.shape, x.stride(), x.dtype)
                             for x, place in zip(plan.results, self._places) if place.base >= self._inputs]
+        # Of inputs and results, in the order of ``run``.
+        self._strides = [*[x.stride() for x in plan.inputs], *[strides for _, _, strides, _ in self.results]]
         # In numbers of two bytes.
         self._sizes = [-(-room.size // ALIGNMENT) * ALIGNMENT // 2 for room in (*stay[len(self.results):], *rooms)]
         self.by_address: ByAddress | None = None
@@ -291,6 +293,11 @@ class Planned:
             self.by_address(current_stream(), bases, begins, waits)
         return bases[:self._stay]
 
+    def as_run(self, held: Sequence[Tensor]) -> list[Tensor]:
+        """What ``run`` gave, which autograd has saved: hooks of saved tensors, such as ``save_on_cpu``'s, give it back in other strides."""
+        laid = [x if x.stride() == strides else _laid_out(x, strides) for x, strides in zip(held, self._strides)]
+        return [*laid, *held[len(laid):]]
+
     def result(self, held: Sequence[Tensor], number: int) -> Tensor:
         """Of what ``run`` gave a result, which may lie in an input that arrived."""
         place = self._places[number]
@@ -310,6 +317,14 @@ class Planned:
             step.with_tensors(bases, waits)
         if usual and any([isinstance(step, Launch) for step in self.steps]):
             self.by_address = ByAddress.of(self.steps)
+
+
+def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """x in memory of its own with these strides."""
+    found = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+    once = tuple([slice(None) if stride else slice(1) for stride in strides])
+    found[once].copy_(x[once])
+    return found
 
 
 class _Strict(TorchDispatchMode):

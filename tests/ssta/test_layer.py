@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -391,6 +392,20 @@ def test_a_backward_is_one_plan_too(name, monkeypatch):
         found = whole.planned_backward(ran.planned, ran.held, dout)
         same(found, steps.backward(ran.find(ran.held).tape, dout, ran.found.selection.blocks))
     assert [isinstance(plan, Planned) for plan in whole._whole_backward.kinds.values()] == [True] * 2
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tensors_that_hooks_give_back_in_other_strides_have_the_same_gradients(shared):
+    """As ``save_on_cpu(pin_memory=True)`` does. A sequence without a video is not moved, so its backward reads the caller's own tensors."""
+    layout, tokens = TokenLayout((DenseRun(20),)), torch.randn(1, 20, 2, 16, dtype=torch.float16, device=DEVICE)
+    grads = []
+    for hooks in (nullcontext(), torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda x: x)):
+        q = tokens.transpose(1, 2).detach().requires_grad_()
+        k = q[:, :1].expand_as(q) if shared else q
+        with hooks:
+            out = ssta_attention(q, k, q * 2, layout, SSTAConfig(), impl="triton")
+        grads += torch.autograd.grad(out, q, out.detach())
+    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize("recorded", [False, True])
