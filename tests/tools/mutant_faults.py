@@ -56,6 +56,12 @@ FAULTS = (
           "    listed = in_range(", "    listed = (indices > 0) & in_range(", AGAINST_FLOAT64),
 
     # Its gradients
+    Fault("Hopper: keys beyond a tile's end are measured", "kernels/hopper/backward_partitions.py",
+          "select_keys(work.selector, group, tile_field(work, tile, ROWS) - group * KEYS)", "select_keys(work.selector, group, KEYS)",
+          ("tests/kernels/test_hopper_emulated.py::test_gradients_of_blocks_that_end_within_a_chunk",)),
+    Fault("Hopper: a chunk's rows go on beyond its block", "kernels/hopper/backward_partitions.py",
+          "size = gl.minimum(at.size - at.chunk * QUERIES, QUERIES)", "size = gl.minimum(lists.q_len - start, QUERIES)",
+          ("tests/kernels/test_hopper_emulated.py::test_gradients_of_blocks_that_end_within_a_chunk",)),
     Fault("portable: dK without delta", "kernels/portable/backward.py",
           "    dscores = weights * (dweights - row_delta[None, :])\n", "    dscores = weights * dweights\n", AGAINST_FLOAT64),
     Fault("portable: dQ without the gradient that arrives through lse", "kernels/portable/backward.py",
