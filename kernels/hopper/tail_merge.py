@@ -267,15 +267,21 @@ def _merge(work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scal
         gl.store(tail_lse + lines, row_tail * LN2, mask=lines < rows)
         of_rows = gl.sum(gl.where(lines < rows, gl.where(some, exact, 1.0), 0.0), axis=0)
         gl.store(share + lines, gl.full([ROWS], 1.0, gl.float32, by_rows) * (of_rows / size), mask=lines < 1)
+        buffer.store(merged)
         if rows >= ROWS:
-            buffer.store(merged)
             fence_async_shared()
             barrier()
             copy_out(out_desc, [work.batch, work.head, work.row, 0], tile)
             tma.store_wait(0)
         else:
-            columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-            gl.store(out + (lines[:, None] * out_row + columns[None, :]), merged, mask=(lines < rows)[:, None])
+            whole_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+            barrier()
+            places = gl.arange(0, ROWS, layout=gl.SliceLayout(1, whole_rows))[:, None]
+            columns = gl.arange(0, D, layout=gl.SliceLayout(0, whole_rows))[None, :]
+            # TMA takes only strides of whole 16 bytes; told so, the compiler stores so many at once.
+            stride = out_row // 8 * 8
+            first = gl.multiple_of(out + work.row.to(gl.int64) * stride, 16)
+            gl.store(first + (places * stride + columns), buffer.load(whole_rows), mask=places < rows)
 
 
 _NUMBERS = ["out_batch", "out_head", "out_row", "blocks", "units", "heads", "group", "tokens", "parts"]
@@ -295,7 +301,7 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
     if rows <= 0:
         gl.store(share, gl.to_tensor(0.0))
         return
-    out += batch.to(gl.int64) * out_batch + head.to(gl.int64) * out_head + row.to(gl.int64) * out_row
+    out += batch.to(gl.int64) * out_batch + head.to(gl.int64) * out_head
     lse += at_head.to(gl.int64) * tokens + row
     tail_lse += at_head.to(gl.int64) * tokens + row
 
