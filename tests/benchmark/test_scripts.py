@@ -112,6 +112,10 @@ def test_the_gate_tells_rounding_from_wrong():
     for wrong in (exact.float() + 1e-4, exact.bfloat16() * 1.05, exact.float().masked_fill(exact == 0, float("nan"))):
         with pytest.raises(Wrong, match="ours is wrong: off by .* is allowed"):
             check("ours", wrong, exact)
+    # Of keys that no list names.
+    assert check("nothing", torch.zeros(3), torch.zeros(3, dtype=torch.float64)) == 0
+    with pytest.raises(Wrong, match="ours is wrong"):
+        check("ours", torch.tensor([0, 1e-30, 0]), torch.zeros(3, dtype=torch.float64))
 
 
 def wrong_forward(q, k, v, blocks, impl):
