@@ -23,7 +23,7 @@ _NAMES = ("stock", "default", "dense")
 _OWN = ("tile_thw", "kernel_thw", "adaptive_pool")
 _CONFIG_FIELDS = {field.name for field in fields(SSTAConfig) if field.init} - {"variants", "budget"}
 # A field that both have is the configuration's.
-_SCHEDULE_FIELDS = {field.name for field in fields(Schedule) if field.init} - _CONFIG_FIELDS
+_SCHEDULE_FIELDS = {field.name for field in fields(Schedule) if field.init} - {"layer_configs"} - _CONFIG_FIELDS
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -220,14 +221,19 @@ def _plan(
     family = family_of(model)
     require_bare(model)
     sites = sites_of(family, model)
-    if config is not None:
-        warn_of_what_is_dropped(family.model, config, family.default_config(), (make()[0] for make in family.presets.values()))
+    for own in (config, *(() if schedule is None else dict(schedule.layer_configs).values())):
+        if own is not None:
+            warn_of_what_is_dropped(family.model, own, family.default_config(), (make()[0] for make in family.presets.values()))
     config, schedule = _settings(family, config, schedule, preset, progress)
     if changes:
         config = changed(config, **changes)
+    # Itself and not just equal: layers that have none of their own are known by it.
+    config = replace(config)
     context = ModelContext(model, family, config, schedule, progress, impl)
     context.check_ranks = check_ranks
-    return context, processors_for(context, sites)
+    replacements = processors_for(context, sites)
+    context.parallel.configs = tuple([processor.config for _, processor in replacements])
+    return context, replacements
 
 
 def _settings(

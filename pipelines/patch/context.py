@@ -84,7 +84,7 @@ class ModelContext:
         # The method of which every layer has a trained branch, with which attention to all tiles is not dense attention either.
         self.method: str | None = None
         self.stopwatch = Stopwatch()
-        self.parallel = Parallelism(model, family, config)
+        self.parallel = Parallelism(model, family)
         # Whether all ranks are asked, in each generation's first step, if they do the same.
         self.check_ranks = False
         # Layouts that `SSTAProcessor.around` made: a forward asks for the same one in every layer.

@@ -89,17 +89,16 @@ def sites_of(family: Family, model: nn.Module) -> list[Site]:
 
 
 def processors_for(context: ModelContext, sites: list[Site]) -> list[tuple[Site, SSTAProcessor]]:
-    """A processor for each site, without a configuration where the context's schedule keeps it dense. Changes nothing yet."""
+    """A processor for each site, with the configuration that the context's schedule has for it. Changes nothing yet."""
     replacements: list[tuple[Site, SSTAProcessor]] = []
-    dense = context.schedule.dense_among([site.name for site in sites])
-    for number, site in enumerate(sites):
+    for site, own in zip(sites, context.schedule.for_layers([site.name for site in sites], context.config)):
         processor = site.replacement(context)
         if not isinstance(processor, SSTAProcessor) or getattr(processor, "context", None) is not context:
             raise TypeError(f"{site.name}'s Site.replacement must return an SSTAProcessor with the context it was called with, "
                             f"got {type(processor).__name__}")
         if any(processor is other for _, other in replacements):
             raise ValueError(f"{site.name}'s Site.replacement must return a processor of its own for each site, got the same one again")
-        processor.config, processor.site = None if number in dense else context.config, site.name
+        processor.config, processor.site = own, site.name
         replacements.append((site, processor))
     return replacements
 

@@ -158,7 +158,7 @@ class SSTAProcessor:
         config, density = self.config, self.context.call.density
         if config is None or self.dense:
             return at_density(self.context.config, 1.0)
-        return config if density is None else at_density(config, density)
+        return config if density is None or config is not self.context.config else at_density(config, density)
 
     def joined(self, queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], layout: TokenLayout, *, heads: int,
                across_heads: bool = False) -> tuple[Given, Given, Given]:

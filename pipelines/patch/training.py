@@ -111,8 +111,8 @@ def set_density(handle: SSTAHandle, density: float) -> None:
     """Changes the share of the video's tile pairs that is computed exactly, in place of the budget that SSTA was applied with.
 
     For use between forwards. Nothing is installed anew; a compiled block is compiled once for each density, and finds it again later. From
-    63/64 on forwards are dense; those of ``apply_vsa`` and ``apply_sla`` keep their trained branches. Dense layers stay as they are, and so
-    do steps for which the schedule has a density.
+    63/64 on forwards are dense; those of ``apply_vsa`` and ``apply_sla`` keep their trained branches. Dense layers, and layers with a
+    configuration of their own, stay as they are, and so do steps for which the schedule has a density.
 
     Args:
         handle: what ``apply_ssta`` returned, still applied.
@@ -120,7 +120,8 @@ def set_density(handle: SSTAHandle, density: float) -> None:
 
     Raises:
         TypeError: no handle, or no number.
-        ValueError: out of range; SSTA was removed; all layers are dense; or a configuration in which the window alone selects.
+        ValueError: out of range; SSTA was removed; no layer without a configuration of its own; or a configuration in which the window
+            alone selects.
 
     Nothing has changed after any of them.
     """
@@ -132,9 +133,10 @@ def set_density(handle: SSTAHandle, density: float) -> None:
         raise ValueError("handle must be one whose SSTA is still applied, got one that was removed")
     plans = []
     for name, module, context, processors in applied:
-        own = [processor for _, processor in processors if processor.config is not None]
+        own = [processor for _, processor in processors if processor.config is context.config]
         if not own:
-            raise ValueError(f"handle must have layers that are not dense at every step, got none in {name or type(module).__name__}")
+            raise ValueError("handle must have layers whose density can be set, without a configuration of their own, got none in "
+                             f"{name or type(module).__name__}")
         plans.append((context, own, changed(context.config, density=density)))
     for context, own, config in plans:
         context.config, context.wholly_dense = config, density >= DENSE_FROM and context.method is None

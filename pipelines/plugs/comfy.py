@@ -48,9 +48,9 @@ def patch_model(model: Any, config: SSTAConfig | None = None, schedule: Schedule
         model: ComfyUI's ModelPatcher of a Wan, HunyuanVideo, HunyuanVideo 1.5 or LTX model. One that has SSTA gets it anew.
         config: what is attended to, as a whole; None = the default: tiles of 128 tokens, 15 % of their pairs exactly, the rest estimated
             in two parts each.
-        schedule: ``dense_steps``, ``dense_above`` and ``dense_layers``, whose layers are the model's blocks in the order in which they
-            run; None = the first block dense. The steps are those that a sampler runs: of a generation that is split among two samplers
-            each has its own.
+        schedule: ``dense_steps``, ``dense_above``, ``dense_layers`` and ``layer_configs``, whose layers are the model's blocks in the order
+            in which they run; None = the first block dense. The steps are those that a sampler runs: of a
+            generation that is split among two samplers each has its own.
         changes: fields of ``SSTAConfig`` that change the default, such as ``density=0.2``, as in ``apply_ssta``.
 
     Raises:
@@ -141,10 +141,10 @@ class ComfyPatch:
     """SSTA on one model, shared by its clones. Holds no state that decides anything but what each call brings along."""
 
     def __init__(self, diffusion: Any, known: ComfyModel, config: SSTAConfig, schedule: Schedule) -> None:
-        self.known, self.config, self.schedule = known, config, schedule
+        self.known, self.schedule = known, schedule
         self.width = int(getattr(diffusion, known.width))
         self.names = known.block_names(diffusion)
-        self.dense = schedule.dense_among(self.names)
+        self.configs = schedule.for_layers(self.names, config)
         self.doubles = len(getattr(diffusion, known.stacks[0]))
         # A call's positional arguments by name; forward hands them on in the order of _forward.
         inner = getattr(type(diffusion), "_forward", type(diffusion).forward)
@@ -209,8 +209,8 @@ class ComfyPatch:
         if isinstance(sequence, str):
             _say(f"{self.known.name} keeps its own attention: {sequence}")
             return executor(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            warn_of_the_window(self.known.name, self.config, _canvas(sequence.layout))
+        for config in () if torch.compiler.is_compiling() else set(self.configs):
+            warn_of_the_window(self.known.name, config, _canvas(sequence.layout))
         override = _Override(self, sequence, step.masked, options.get(OVERRIDE))
         options = {**options, OVERRIDE: override}
         place = self.arguments.index("transformer_options")
@@ -253,7 +253,7 @@ class ComfyPatch:
                     steps, dense, explanation=() if ran.route is None else ran.route.explain(),
                     exact_mass=None if masses is None else mass_summary(masses),
                     without_estimate=None if masses is None else heads_without_estimate(masses)))
-            elif block in self.dense and layouts:
+            elif self.configs[block] is None and layouts:
                 runs.append(LayerRun(name, "dense, ComfyUI's", _canvas(layouts[0]), layouts[0].length, None, 1.0, steps, steps))
         return RunReport(runs)
 
@@ -288,10 +288,10 @@ class _Override:
         block = patch.block_of(options, self.seen)
         if "block_index" not in options:
             self.seen += 1
-        if block >= len(patch.names):
-            return f"block {block} runs, of {len(patch.names)} that were known"
-        grid, mask = options.get("grid_sizes"), named.get("mask")
-        if block in patch.dense:
+        if block >= len(patch.configs):
+            return f"block {block} runs, of {len(patch.configs)} that were known"
+        config, grid, mask = patch.configs[block], options.get("grid_sizes"), named.get("mask")
+        if config is None:
             return None
         if grid is not None and tuple(grid) != _canvas(layout):
             return f"its canvas is {tuple(grid)}, where {_canvas(layout)} was expected"
@@ -305,7 +305,7 @@ class _Override:
             text_mask = _text_mask(mask, q.shape[0], layout)
         if not split:
             q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-        result = attend(q, k, v, layout, patch.config, text_mask=text_mask, scale=named.get("scale"))
+        result = attend(q, k, v, layout, config, text_mask=text_mask, scale=named.get("scale"))
         if not torch.compiler.is_compiling():
             patch.note(block, layout, result)
         return result.out if named.get("skip_output_reshape") else result.out.transpose(1, 2).flatten(2)

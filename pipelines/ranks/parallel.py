@@ -79,11 +79,10 @@ class Parallelism:
     Args:
         model: the transformer.
         family: its.
-        attended: what SSTA was applied with.
     """
 
-    def __init__(self, model: nn.Module, family: Family, attended: SSTAConfig) -> None:
-        self._family, self._attended = family, attended
+    def __init__(self, model: nn.Module, family: Family) -> None:
+        self._family = family
         self._config: Any = None
         self._group: Any = None
         self._rank, self._size, self._mesh = 0, 1, None
@@ -93,6 +92,8 @@ class Parallelism:
         self._splitting: list[tuple[Any, Any]] = []
         # Whether the model has the family's plan for SSTA's sake, and what it had itself.
         self._gave_plan, self._own_plan = False, None
+        # Of the layers.
+        self.configs: tuple[SSTAConfig | None, ...] = ()
         _checked(model, family)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -161,9 +162,10 @@ class Parallelism:
         self._config, self._group, self._mesh, self._rank, self._size = config, None, None, 0, 1
         if config is None:
             return
-        if self._attended.mask_share_within_head and self._attended.holds_functions:
-            raise ValueError("config must have a sampling_type and a budget of the library's on several ranks with "
-                             f"mask_share_within_head, because all must find the same pattern, got {self._attended}")
+        for own in self.configs:
+            if own is not None and own.mask_share_within_head and (callable(own.sampling_type) or own.budget is not None):
+                raise ValueError("config must have a sampling_type and a budget of the library's on several ranks with "
+                                 f"mask_share_within_head, because all must find the same pattern, got {own}")
         context = config.context_parallel_config
         group = context._flattened_mesh.get_group()
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)

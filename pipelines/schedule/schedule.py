@@ -1,12 +1,14 @@
-"""Schedule: which steps and layers attend densely, and densities by step."""
+"""Schedule: which steps and layers attend densely, densities by step, and layers that have a configuration of their own."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
+from ssta import SSTAConfig
 from ssta.checks import require_share
 from ssta.kernels.checks import require_int
 
@@ -29,19 +31,21 @@ class Schedule:
             for flow matching. None = no such rule.
         dense_layers: layers that are dense at every step: positions among the model's video self-attentions in the order of
             ``SSTAHandle.report`` (negative ones count from the end), or their dotted names; a tuple, a list or a range.
-        densities: a density in (0, 1] for each step, in place of the configuration's; 1 is dense. As many steps share an entry as there are
-            steps for each, so for a generation of n steps n entries are one each. () = the same density at all steps. ``dense_steps`` and
-            ``dense_above`` come before it. Needs a scheduler, as ``dense_steps``.
+        densities: a density in (0, 1] for each step, in place of the configuration's, for layers without a configuration of their own; 1
+            is dense. As many steps share an entry as there are steps for each, so for a generation of n steps n entries are one each. ()
+            = the same density at all steps. ``dense_steps`` and ``dense_above`` come before it. Needs a scheduler, as ``dense_steps``.
+        layer_configs: ``{layer: SSTAConfig}``, or pairs of these, for layers that need a configuration of their own.
 
     Raises:
         TypeError: a value of the wrong kind.
-        ValueError: a value out of range, or a layer that is named twice. Where one and the same layer goes by several names (0, -1 or
-            "blocks.0.attn1"), ``apply_ssta`` finds out.
+        ValueError: a value out of range, or a layer that is named twice or both dense and configured. Where one and the same layer goes by
+            several names (0, -1 or "blocks.0.attn1"), ``apply_ssta`` finds out.
     """
 
     dense_steps: float = 0.0
     dense_above: float | None = None
     dense_layers: tuple[int | str, ...] = ()
+    layer_configs: Mapping[int | str, SSTAConfig] | tuple[tuple[int | str, SSTAConfig], ...] = ()
     densities: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -57,7 +61,21 @@ class Schedule:
             float(require_share("densities", density, "(0, 1]", "shares of the tile pairs")) for density in self.densities]))
         if isinstance(self.dense_layers, (str, bytes, bytearray)) or not isinstance(self.dense_layers, Sequence):
             raise TypeError(f"dense_layers must be a tuple of positions and names, got {self.dense_layers!r}")
-        object.__setattr__(self, "dense_layers", _layers(self.dense_layers))
+        dense = _layers("dense_layers", self.dense_layers)
+        pairs = self.layer_configs
+        pairs = tuple(pairs.items()) if isinstance(pairs, Mapping) else pairs
+        if (isinstance(pairs, (str, bytes, bytearray)) or not isinstance(pairs, Sequence)
+                or any(isinstance(pair, (str, bytes, bytearray)) or not isinstance(pair, Sequence) or len(pair) != 2 for pair in pairs)):
+            raise TypeError(f"layer_configs must map layers to SSTAConfigs, got {self.layer_configs!r}")
+        configured = _layers("layer_configs", [layer for layer, _ in pairs])
+        for layer, config in pairs:
+            if not isinstance(config, SSTAConfig):
+                raise TypeError(f"layer_configs[{layer!r}] must be an SSTAConfig, got {type(config).__name__}")
+        for layer in dense:
+            if layer in configured:
+                raise ValueError(f"dense_layers must not name a layer of layer_configs, got {layer!r} in both")
+        object.__setattr__(self, "dense_layers", dense)
+        object.__setattr__(self, "layer_configs", tuple((layer, config) for layer, (_, config) in zip(configured, pairs)))
 
     @classmethod
     def warm_up(cls) -> Schedule:
@@ -97,19 +115,25 @@ class Schedule:
         covered = math.ceil(self.dense_steps * count - 1e-9)
         return index < (covered if self.dense_steps == 1 else min(covered, count - 1))
 
-    def dense_among(self, names: Sequence[str]) -> set[int]:
-        """Which of the layers ``names`` are dense at every step, by their numbers.
+    def for_layers(self, names: Sequence[str], config: SSTAConfig) -> list[SSTAConfig | None]:
+        """What each of the layers ``names`` uses: its configuration, ``config`` where it has none of its own, None where it is dense.
 
         Raises:
-            ValueError: a layer that there is not, or one that is named twice.
+            ValueError: a layer that there is not, one that is named twice, or one that is both dense and configured.
         """
-        named: dict[int, int | str] = {}
-        for layer in self.dense_layers:
-            position = _position(layer, names)
-            by = named.setdefault(position, layer)
-            if by != layer:
-                raise ValueError(f"dense_layers must name a layer once, got {by!r} and {layer!r}, which are both {names[position]}")
-        return set(named)
+        chosen: list[SSTAConfig | None] = [config] * len(names)
+        named: dict[int, tuple[str, int | str]] = {}
+        asked: dict[str, Any] = {"layer_configs": self.layer_configs, "dense_layers": [(layer, None) for layer in self.dense_layers]}
+        for argument, layers in asked.items():
+            for layer, own in layers:
+                position = _position(argument, layer, names)
+                other, by = named.setdefault(position, (argument, layer))
+                if other != argument:
+                    raise ValueError(f"dense_layers must not name a layer of layer_configs, got {layer!r}, which is {names[position]}")
+                if by != layer:
+                    raise ValueError(f"{argument} must name a layer once, got {by!r} and {layer!r}, which are both {names[position]}")
+                chosen[position] = own
+        return chosen
 
 
 def _step(index: int, count: int) -> tuple[int, int]:
@@ -119,24 +143,24 @@ def _step(index: int, count: int) -> tuple[int, int]:
     return index, count
 
 
-def _layers(layers: Sequence[int | str]) -> tuple[int | str, ...]:
+def _layers(argument: str, layers: Sequence[int | str]) -> tuple[int | str, ...]:
     """Positions as plain ints and names, each once."""
     checked: list[int | str] = []
     for layer in layers:
         if isinstance(layer, bool) or not isinstance(layer, (str, Integral)):
-            raise TypeError(f"dense_layers must name layers by position or by name, got {layer!r} ({type(layer).__name__})")
+            raise TypeError(f"{argument} must name layers by position or by name, got {layer!r} ({type(layer).__name__})")
         layer = layer if isinstance(layer, str) else int(layer)
         if layer in checked:
-            raise ValueError(f"dense_layers must name a layer once, got {layer!r} twice")
+            raise ValueError(f"{argument} must name a layer once, got {layer!r} twice")
         checked.append(layer)
     return tuple(checked)
 
 
-def _position(layer: int | str, names: Sequence[str]) -> int:
+def _position(argument: str, layer: int | str, names: Sequence[str]) -> int:
     if isinstance(layer, str):
         if layer not in names:
-            raise ValueError(f"dense_layers must name video self-attentions such as {names[0]!r}, got {layer!r}")
+            raise ValueError(f"{argument} must name video self-attentions such as {names[0]!r}, got {layer!r}")
         return names.index(layer)
     if not -len(names) <= layer < len(names):
-        raise ValueError(f"dense_layers must lie in [-{len(names)}, {len(names)}) for this model's {len(names)} layers, got {layer}")
+        raise ValueError(f"{argument} must lie in [-{len(names)}, {len(names)}) for this model's {len(names)} layers, got {layer}")
     return layer % len(names)

@@ -63,8 +63,8 @@ def test_presets_are_the_library_s(pack, wan):
     for name in node_inputs(pack, "SSTAPreset")["preset"][0]:
         (patched,) = node(pack, "SSTAPreset")(model=wan, preset=name)
         patch = patched.get_attachment(KEY)
-        given[name] = patch.config.density, patch.schedule.dense_steps, patch.dense
-    assert given == {name: (density, 0, {0}) for name, density in PRESETS.items()}
+        given[name] = {config.density for config in patch.configs if config}, patch.schedule.dense_steps, patch.configs[0]
+    assert given == {name: ({density}, 0, None) for name, density in PRESETS.items()}
     by_hand = patch_model(wan, small_tiles(), Schedule(dense_layers=(0,))).run(VIDEO, CONTEXT)
     (balanced,) = node(pack, "SSTAPreset")(model=wan, preset="balanced")
     assert torch.equal(balanced.run(VIDEO, CONTEXT), by_hand)
@@ -95,8 +95,8 @@ def test_every_setting_reaches_the_patch(pack, wan):
     (patched,) = node(pack, "SSTA")(model=wan, density=0.0, top_k=3, tile="4x8x8", dense_steps=0.25, dense_blocks="0-1",
                                     compensation="none")
     patch = patched.get_attachment(KEY)
-    config = patch.config
-    assert patch.dense == {0, 1}
+    config = patch.configs[2]
+    assert patch.configs[:2] == [None, None]
     assert (config.topk, config.density, config.tile_thw, config.compensation) == (3, None, (4, 8, 8), "none")
     assert patch.schedule.dense_steps == 0.25
 
@@ -108,7 +108,7 @@ def test_the_defaults_are_the_librarys(pack, wan):
     patch, other = patched.get_attachment(KEY), plain.get_attachment(KEY)
     assert patch.schedule == other.schedule
     for field in ("tile_thw", "density", "topk", "selected_by", "compensation", "scored_by", "pad_type"):
-        assert getattr(patch.config, field) == getattr(other.config, field), field
+        assert getattr(patch.configs[1], field) == getattr(other.configs[1], field), field
 
 
 @pytest.mark.parametrize("text, blocks", [("", ()), ("0", (0,)), ("0, 2-4,-1", (0, 2, 3, 4, -1)), ("1-2, 2", (1, 2))])
@@ -131,7 +131,7 @@ def test_wrong_settings_are_refused(pack, wan, changes, match):
 
 def test_the_trained_pattern_is_for_the_model_that_was(pack, wan):
     (patched,) = node(pack, "SSTATrained")(model=Patcher(HunyuanVideo()))
-    assert patched.get_attachment(KEY).config == ssta.SSTAConfig.hunyuan_video_15()
+    assert set(patched.get_attachment(KEY).configs) == {ssta.SSTAConfig.hunyuan_video_15()}
     for other in (wan, Patcher(LTXVModel()), Patcher(HunyuanVideo(patch=(1, 2, 2), flipped=True))):
         with pytest.raises(ValueError, match="must be HunyuanVideo 1.5"):
             node(pack, "SSTATrained")(model=other)

@@ -250,8 +250,8 @@ def test_models_and_settings_that_do_not_fit_are_refused():
 def test_fields_change_the_default_and_a_configuration_that_gives_up_the_estimate_or_its_density_is_told(monkeypatch):
     monkeypatch.setattr(notices, "_said", set())
     case = Case("wan")
-    config = patch_model(case.model, density=0.3, compensation_parts=2).get_attachment(KEY).config
-    assert config == replace(small_tiles(), density=0.3, compensation_parts=2)
+    configs = patch_model(case.model, density=0.3, compensation_parts=2).get_attachment(KEY).configs
+    assert configs[1] == replace(small_tiles(), density=0.3, compensation_parts=2)
     own = SSTAConfig(tile_thw=(2, 4, 4), density=0.15)
     with pytest.warns(RuntimeWarning, match="config drops the tiles .* the default of WanModel estimates them"):
         patched = patch_model(case.model, own, ALWAYS)

@@ -318,6 +318,9 @@ def test_a_configuration_without_the_defaults_estimate_is_told_once(monkeypatch)
             apply_ssta(model, SSTAConfig(density=0.15)).remove()
     assert len(found) == 1
     monkeypatch.setattr("ssta.kernels.notices._said", set())
+    with pytest.warns(RuntimeWarning, match="config drops the tiles"):
+        apply_ssta(model, schedule=Schedule(layer_configs={1: SSTAConfig(density=0.15)})).remove()
+    monkeypatch.setattr("ssta.kernels.notices._said", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for config in (small_tiles(), SSTAConfig(density=0.15, compensation="linear"), SSTAConfig.hunyuan_video_15()):

@@ -192,24 +192,31 @@ def test_dense_steps_take_the_faster_kernel_unless_a_backend_was_chosen(monkeypa
     assert implementation() == "dense, default backend"
 
 
-def test_layers_by_position_and_by_name():
+def test_layers_by_position_and_by_name_and_with_their_own_configuration():
     tiny = TINY["wan"]
     model, call = tiny.build(layers=4), tiny.call()
-    found = []
-    for dense in ((0, -1), ("blocks.3.attn1", "blocks.0.attn1"), (0,)):
-        with apply_ssta(model, SPARSE, schedule=Schedule(dense_layers=dense)) as handle:
-            found.append(run(model, call))
-            assert [layer.dense_steps for layer in handle.report()] == [1, 0, 0, int(len(dense) == 2)]
-            assert [layer.implementation.startswith("dense") for layer in handle.report()] == [True, False, False, len(dense) == 2]
-    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    schedule = Schedule(dense_layers=(0, -1), layer_configs={"blocks.2.attn1": WINDOW})
+    with apply_ssta(model, SPARSE, schedule=schedule) as handle:
+        run(model, call)
+        runs = handle.report()
+        assert [layer.implementation.startswith("dense") for layer in runs] == [True, False, False, True]
+        assert runs[1].tiles == 8 and runs[2].tiles == 2 * 3 * 2
+        assert [layer.dense_steps for layer in runs] == [1, 0, 0, 1]
+    with apply_ssta(model, SPARSE, schedule=Schedule(layer_configs={2: WINDOW})):
+        by_position = run(model, call)
+    with apply_ssta(model, SPARSE, schedule=Schedule(layer_configs=(("blocks.2.attn1", WINDOW),))):
+        assert torch.equal(run(model, call), by_position)
+    with apply_ssta(model, SPARSE):
+        assert not torch.equal(run(model, call), by_position)
 
 
-def test_variants_follow_the_canvas():
+def test_variants_of_every_configuration_follow_the_canvas():
     tiny = TINY["wan"]
     model = tiny.build(layers=2)
-    with apply_ssta(model, replace(WINDOW, variants=((1, {"tile_thw": (1, 4, 4)}),)), schedule=Schedule()) as handle:
+    varied = replace(WINDOW, variants=((1, {"tile_thw": (1, 4, 4)}),))
+    with apply_ssta(model, SPARSE, schedule=Schedule(layer_configs={1: varied})) as handle:
         run(model, tiny.call(CANVAS))
-        assert [layer.tiles for layer in handle.report()] == [12, 12]
+        assert [layer.tiles for layer in handle.report()] == [8, 12]
         run(model, tiny.call((1, 8, 8)))
         assert [layer.tiles for layer in handle.report()] == [4, 4]
 
@@ -220,18 +227,18 @@ def test_vace_keeps_the_first_layer_of_both_stacks_dense():
 
 
 def test_densities_by_step_are_those_that_set_density_sets():
-    """One for each step; 1 is the stock model's attention; layers that are dense stay so."""
+    """One for each step; 1 is the stock model's attention; layers with a configuration of their own keep it."""
     pipe, wanted = PIPELINES["ltx"].build(), (1, 0.5, 0.5, 0.2)
-    schedule, seen = Schedule(densities=wanted, dense_layers=(0,)), []
+    schedule, seen = Schedule(densities=wanted, layer_configs={0: SPARSE}), []
     with apply_ssta(pipe, density=0.3, schedule=schedule) as handle:
         first, second = (module.processor for module in pipe.transformer.modules() if hasattr(getattr(module, "processor", None), "site"))
         kind = type(second)._attend_sparsely
-        second._attend_sparsely = lambda *args: seen.append((first.dense, second.config_now)) or kind(second, *args)
+        second._attend_sparsely = lambda *args: seen.append((first.config_now, second.config_now)) or kind(second, *args)
         latents(pipe, steps=4, **PIPELINES["ltx"].call)
         assert (handle.report()[1].steps, handle.report()[1].dense_steps) == (4, 1)
         own, per_step = handle.config, len(seen) // 3
     expected = [changed(own, density=density) for density in wanted[1:] for _ in range(per_step)]
-    assert [config for _, config in seen] == expected and all(dense for dense, _ in seen)
+    assert [config for _, config in seen] == expected and all(config == SPARSE for config, _ in seen)
     # The same object each time, by which a compiled block and a layer are found again.
     assert seen[0][1] is seen[2 * per_step - 1][1]
 
@@ -258,11 +265,11 @@ def test_steps_that_there_are_not(arguments, error, message):
 
 
 def test_a_schedule_is_a_value():
-    assert Schedule(dense_layers=[0, "a"]) == Schedule(dense_layers=(0, "a"))
+    assert Schedule(dense_layers=[0, "a"], layer_configs={1: SPARSE}) == Schedule(dense_layers=(0, "a"), layer_configs=((1, SPARSE),))
     assert len({Schedule(), Schedule(), Schedule.warm_up()}) == 2
     # Positions of numpy's and a range's are positions.
-    same = Schedule(dense_layers=list(np.arange(2)))
-    assert same == Schedule(dense_layers=range(2)) and type(same.dense_layers[0]) is int
+    same = Schedule(dense_layers=np.arange(2).tolist(), layer_configs={np.int64(3): SPARSE})
+    assert same == Schedule(dense_layers=range(2), layer_configs={3: SPARSE}) and type(same.layer_configs[0][0]) is int
 
 
 @pytest.mark.parametrize("options, error, message", [
@@ -281,6 +288,12 @@ def test_a_schedule_is_a_value():
     (dict(dense_layers=b"ab"), TypeError, "dense_layers must be a tuple of positions and names, got b'ab'"),
     (dict(dense_layers=(0, 1, 0)), ValueError, "dense_layers must name a layer once, got 0 twice"),
     (dict(dense_layers=(True,)), TypeError, "dense_layers must name layers by position or by name, got True"),
+    (dict(layer_configs=[SPARSE]), TypeError, "layer_configs must map layers"),
+    (dict(layer_configs=b"ab"), TypeError, "layer_configs must map layers"),
+    (dict(layer_configs=["ab"]), TypeError, "layer_configs must map layers"),
+    (dict(layer_configs=[("a", SPARSE), ("a", WINDOW)]), ValueError, "layer_configs must name a layer once, got 'a' twice"),
+    (dict(dense_layers=(0,), layer_configs={0: SPARSE}), ValueError, "dense_layers must not name a layer of layer_configs, got 0"),
+    (dict(layer_configs={0: {"topk": 3}}), TypeError, r"layer_configs\[0\] must be an SSTAConfig, got dict"),
 ])
 def test_bad_schedules(options, error, message):
     with pytest.raises(error, match=message):
@@ -290,8 +303,10 @@ def test_bad_schedules(options, error, message):
 @pytest.mark.parametrize("schedule, message", [
     (Schedule(dense_layers=(2,)), r"dense_layers must lie in \[-2, 2\) for this model's 2 layers, got 2"),
     (Schedule(dense_layers=("blocks.9.attn1",)), "dense_layers must name video .* such as 'blocks.0.attn1', got 'blocks.9.attn1'"),
+    (Schedule(layer_configs={-3: SPARSE}), "layer_configs must lie in"),
+    (Schedule(dense_layers=(0,), layer_configs={"blocks.0.attn1": SPARSE}), "dense_layers must not name a layer of layer_configs"),
     (Schedule(dense_layers=(0, -2)), "dense_layers must name a layer once, got 0 and -2, which are both blocks.0.attn1"),
-    (Schedule(dense_layers=(1, "blocks.1.attn1")), "dense_layers must name a layer once, got 1 and 'blocks.1.attn1'"),
+    (Schedule(layer_configs={1: SPARSE, "blocks.1.attn1": WINDOW}), "layer_configs must name a layer once, got 1 and 'blocks.1.attn1'"),
     (Schedule(densities=(1, 0.2)), "schedule must not count steps without a scheduler, got dense_steps = 0.0, densities = .1.0, 0.2."),
     (Schedule(dense_steps=0.2), "schedule must not count steps without a scheduler, got dense_steps = 0.2"),
 ])

@@ -17,6 +17,7 @@ from tiny_pipelines import PIPELINES, latents
 from torch import nn
 from vsa_oracle import sparse_linear_attention, video_sparse_attention
 
+from ssta import SSTAConfig
 from ssta.pipelines import (
     Schedule,
     apply_sla,
@@ -246,6 +247,8 @@ def test_refuses_what_it_cannot_serve(tmp_path):
         (ValueError, "transformer of Wan's or MiniMax-H3, which VSA checkpoints are for, got LTXVideo",
          lambda: apply_vsa(TINY["ltx"].build(), weights)),
         (TypeError, "schedule must be a Schedule or None, got int", lambda: apply_vsa(model, weights, schedule=3)),
+        (ValueError, "schedule must have no layer_configs, for VSA has one sparsity",
+         lambda: apply_vsa(model, weights, schedule=Schedule(layer_configs={0: SSTAConfig(topk=2)}))),
         (ValueError, r"schedule must not count steps without a scheduler, got .* densities = \(1.0, 0.5\)",
          lambda: apply_vsa(model, weights, schedule=Schedule(densities=(1, 0.5)))),
         (TypeError, "model must be a transformer or a pipeline", lambda: apply_vsa("wan", weights)),

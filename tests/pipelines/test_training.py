@@ -159,7 +159,8 @@ def test_bad_models():
 
 def test_a_density_that_is_set_is_the_one_that_was_applied():
     model, call = TINY["wan"].build(layers=4), TINY["wan"].call()
-    dense, schedule = run(model, call), Schedule(dense_layers=(3,))
+    own = replace(TILES, density=0.25)
+    dense, schedule = run(model, call), Schedule(layer_configs={1: own}, dense_layers=(3,))
     expected = {}
     for density in (0.5, 0.125):
         with apply_ssta(model, replace(TILES, density=density), schedule=schedule):
@@ -170,7 +171,7 @@ def test_a_density_that_is_set_is_the_one_that_was_applied():
             for density in (0.5, 0.125, 0.5):
                 set_density(handle, density)
                 assert torch.equal(run(model, call), expected[density]) and handle.config.density == density
-                assert [layer.density for layer in handle.report()] == [density, density, density, 1]
+                assert [layer.density for layer in handle.report()] == [density, 0.25, density, 1]
             set_density(handle, 1)
             torch.testing.assert_close(run(model, call), dense, rtol=1e-4, atol=1e-4)
             assert handle.report()[0].layer and handle.report()[0].dense_steps == 1 and "dense" in str(handle.report())
@@ -202,7 +203,7 @@ def test_bad_densities():
     with pytest.raises(ValueError, match="handle must be one whose SSTA is still applied"):
         set_density(handle, 0.5)
     for config, schedule, message in (
-            (TILES, Schedule(dense_layers=(0, 1)), "layers that are not dense at every step, got none in WanTransformer3DModel"),
+            (TILES, Schedule(layer_configs={0: TILES, 1: TILES}), "configuration of their own, got none in WanTransformer3DModel"),
             (SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(3, 1, 1), sparse_type="sta"), Schedule(), "sparse_type must be .* density = 0.5")):
         with apply_ssta(model, config, schedule=schedule) as handle, pytest.raises(ValueError, match=message):
             set_density(handle, 0.5)

@@ -61,6 +61,8 @@ def apply_branch(
     schedule = Schedule() if schedule is None else schedule
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be a Schedule or None, got {type(schedule).__name__}")
+    if schedule.layer_configs:
+        raise ValueError(f"schedule must have no layer_configs, for {branch.method} has one sparsity, got {schedule.layer_configs}")
     pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
     progress, found = Progress(pipeline, None), transformers_of(model)
     require_counter(schedule, progress)
