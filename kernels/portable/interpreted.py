@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..lowering.quick_launch import FUSED
+
 
 @triton.jit
 def _product_kernel(out, N: tl.constexpr):
@@ -20,5 +22,5 @@ def _product_kernel(out, N: tl.constexpr):
 def multiplies_bfloat16() -> bool:
     """Whether products of bfloat16 are those of numbers: Triton 3.6's interpreter keeps these as their bits, and multiplies the bits."""
     out = torch.empty(16, 16)
-    _product_kernel[(1,)](out, 16)
+    _product_kernel[(1,)](out, 16, **FUSED)
     return bool((out == 16).all())
