@@ -158,25 +158,29 @@ def read_word(memory, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _selects(half: gl.constexpr, size):
+    """[64, 16] ones in the first ``size`` rows of columns 0 to 2, or, of half 1, 8 to 10, and so on; else zeros."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :]
+    kept = (gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) < size)[:, None]
+    return gl.where(kept & (columns >= 8 * half) & (columns < 8 * half + 3), 1.0, 0.0).to(gl.bfloat16)
+
+
+@gluon.jit
 def fill_selector(selector):
     """Ones in columns 0 to 2 of the first of some matrices [64, 16], in 8 to 10 of the second: by which products add up the three parts of
     a number."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :] + gl.zeros([64, 16], gl.int32, layout)
     NUMBER: gl.constexpr = selector.shape[0]
     for half in gl.static_range(NUMBER):
-        selector.index(half).store(gl.where((columns >= 8 * half) & (columns < 8 * half + 3), 1.0, 0.0).to(gl.bfloat16))
+        selector.index(half).store(_selects(half, 64))
 
 
 @gluon.jit
 def select_keys(selector, group: gl.constexpr, size):
     """The ``group``-th two matrices of ``fill_selector`` for the first ``size`` keys, and zeros for the others. Where keys and values are
     zeros as well, these get weights of 1 and a dS of 0, whatever lse and dPsum are, and their scores need no mask."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :]
-    kept = (gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) < size)[:, None]
     for half in gl.static_range(2):
-        selector.index(2 * group + half).store(gl.where(kept & (columns >= 8 * half) & (columns < 8 * half + 3), 1.0, 0.0).to(gl.bfloat16))
+        selector.index(2 * group + half).store(_selects(half, size))
 
 
 # Numbers in three parts as the matrix unit takes them, [N, 16] of 16 bits; and what stands for minus infinity, which has no parts.
