@@ -8,7 +8,8 @@ shows.
 
 What racecheck says of words that are no data is left out, and counted: the mbarriers, which many threads change on purpose, and the words
 through which Triton hands a kernel's arguments to its partitions, which all threads of the first one write alike. Which words these are
-is read from the compiled kernels. Nor does it follow an mbarrier from a warp that stores to one that loads, so what the functions named in
+is read from the compiled kernels; what Triton itself stores for a kernel bears the line of the kernel's ``def``, which no statement has.
+Nor does it follow an mbarrier from a warp that stores to one that loads, so what the functions named in
 HANDED_OVER store is left out too; and so is what it says of the kernels of cuBLAS, which are not ours. It sees nothing of what the TMA and
 wgmma do in shared memory, nor of stores as matrices (stmatrix: dS, and results on their way out), so for the Hopper kernels it judges what
 threads load and store word by word (zeroed values, sizes, what changes its layout); the order of the rest is what
@@ -256,8 +257,9 @@ def report(tool: str, family: str, cache: Path) -> bool:
 
 
 def handed_over() -> set[str]:
-    """"file:line", as the tools print it, of the statements of the functions in HANDED_OVER."""
-    lines = set()
+    """"file:line", as the tools print it, of the statements of the functions in HANDED_OVER and of the ``def`` of every Hopper kernel."""
+    lines = {f"{path.name}:{node.lineno}" for path in (Path(__file__).parent.parent.parent / "kernels" / "hopper").glob("*.py")
+             for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")}
     for name, function in HANDED_OVER:
         path = Path(__file__).parent.parent.parent / "kernels" / name
         found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name == function]
