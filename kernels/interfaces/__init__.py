@@ -10,7 +10,7 @@ if __name__ != "kernels.interfaces":
         "flex_block_attn": ("create_sparse_mask", "flex_block_attn_func"),
         "mit_block_sparse_attn": ("block_sparse_attn_func", "block_streaming_attn_func", "pad_input", "unpad_input"),
         "magi_attention": ("SparseArgs", "block_sparse_attn"),
-        "flashinfer": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"),
+        "flashinfer": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
         "seer_attention": ("attn_pooling", "attn_pooling_qk_varlen", "attn_pooling_qkv_varlen", "block_1d_gqa_sparse_attn_varlen_func",
                            "block_1d_gqa_sparse_attn_varlen_sim_func", "block_2d_sparse_attn_varlen_func",
                            "block_sparse_flash_decode_gqa_indice", "block_sparse_flash_decode_gqa_mask",

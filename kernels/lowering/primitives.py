@@ -188,12 +188,6 @@ def ordered(scores):
 
 
 @triton.jit
-def tanh(x):
-    # exp2 of a large x is inf, and 2 / inf is 0: both ends come out as they should.
-    return 1.0 - 2.0 / (tl.exp2(x * (2 * _LOG2E)) + 1.0)
-
-
-@triton.jit
 def sampled_rows(offsets, block, blocks, run, SAMPLE: tl.constexpr):
     """(rows of the queries that speak for blocks, whether they are there): one of each of SAMPLE equal runs of a block, numbered
     ``run``."""

@@ -104,28 +104,22 @@ def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits)
     return LaunchConfig(fitted.block_n, fitted.block_m, fitted.num_warps, fitted.num_stages)
 
 
-def gathered_config(head_dim: int, q_block: int, limited: bool, limits: DeviceLimits, ordered: bool = False) -> LaunchConfig:
-    """The one of the forward that gathers keys; ``limited`` where it masks scores.
-
-    With ``ordered``, a causal order among the listed keys, there is one stage. With two or three, kernels that Triton 3.6 compiled for an
-    H200 leave out keys that a row should see, where blocks of one key make tiles of 32; the compiled code does not show why. The test
-    test_a_causal_order_needs_one_stage in tests/interfaces/test_flashinfer.py fails once a version of Triton does not.
+def gathered_config(head_dim: int, q_block: int, causal: bool, limits: DeviceLimits) -> LaunchConfig:
+    """The one of the forward that gathers keys.
 
     A tile holds keys of any blocks, so the blocks' length plays no part. The numbers are not measured: they are what compiles for sm_90a
-    without spilling registers and without a serialised wgmma: at head_dim 128, 128 keys spill 140 bytes a thread, and with masks 64 keys
-    spill 900 and 128 keys 8,900. At head_dim 256 with masks only 32 rows escape the serialised wgmma, and spill 500.
+    without spilling registers and without a serialised wgmma: at head_dim 128, 128 keys spill 140 bytes a thread, and under a causal mask
+    64 keys spill 900 and 128 keys 8,900. At head_dim 256 under one only 32 rows escape the serialised wgmma, and spill 500.
     """
     if head_dim > 128:
-        best = LaunchConfig(32, 32, 4, 2) if limited else LaunchConfig(128, 32, 8, 3)
+        best = LaunchConfig(32, 32, 4, 2) if causal else LaunchConfig(128, 32, 8, 3)
     else:
-        best = LaunchConfig(128, 32 if limited else 64, 8, 3)
-    if ordered:
-        best = replace(best, num_stages=1)
-    elif not limited and not limits.asynchronous:
+        best = LaunchConfig(128, 32 if causal else 64, 8, 3)
+    if not causal and not limits.asynchronous:
         # Fewer leave one copy of a tile, because ids and bounds are looked up one after the other before keys are loaded.
         best = replace(best, num_stages=5)
-    # Masks and the search for NaN pass through some shared memory of their own.
-    return _fit(best, head_dim, q_block, best.block_n, limits, stationary=1, ahead=False, spare=8192 * limited)
+    # The mask and the search for NaN pass through some shared memory of their own.
+    return _fit(best, head_dim, q_block, best.block_n, limits, stationary=1, ahead=False, spare=8192 * causal)
 
 
 # Times of the next two: one H200, Triton 3.6, bfloat16, head_dim 128, 65,536 tokens, 64 query heads on 4, blocks of 64, 16 for a token.

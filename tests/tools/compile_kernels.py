@@ -88,15 +88,14 @@ def attend(dim: int, dtype: torch.dtype, q_block: int, kv_block: int, causal: bo
     differentiate(*given, *([deterministic] if hopper else []))
 
 
-def gather(dim: int, limited: bool) -> None:
+def gather(dim: int, causal: bool) -> None:
     from ssta.kernels import BlockLists
-    from ssta.kernels.portable.gathered import ElementMask, gathered_forward
+    from ssta.kernels.portable.gathered import gathered_forward
 
     blocks = BlockLists.from_mask(torch.ones(1, 2, 2, 48, dtype=torch.bool), 128, 1)
     q = torch.zeros(1, 2, 256, dim, dtype=torch.bfloat16)
     k, v = (torch.zeros(1, 2, 48, dim, dtype=torch.bfloat16) for _ in range(2))
-    mask = ElementMask(mask=torch.ones(96, 128, 1, dtype=torch.bool), first_entry=torch.tensor([0, 48]).int()) if limited else None
-    gathered_forward(q, k, v, blocks, 1.0, False, mask)
+    gathered_forward(q, k, v, blocks, 1.0, causal)
 
 
 def attend_to_tokens(dim: int, group: int, block: int) -> None:
@@ -191,9 +190,9 @@ def portable_cases() -> dict[str, Case]:
             found[f"portable {'backward' if backward else 'forward'} {rows}x{keys} D={dim} bf16{' causal' * causal}"] = Case(
                 every, partial(attend, dim, torch.bfloat16, rows, keys, causal, backward), kernels, Allowed(), assembled=False,
                 usual=(90, 100) if rows == 512 and dim == 128 and backward and causal else ())
-    for dim, limited in product((64, 128, 256), (False, True)):
-        found[f"portable gathered D={dim} bf16{' limited' * limited}"] = Case(
-            every, partial(gather, dim, limited), GATHERED, Allowed() if limited else Allowed(first=16, copies=2),
+    for dim, causal in product((64, 128, 256), (False, True)):
+        found[f"portable gathered D={dim} bf16{' causal' * causal}"] = Case(
+            every, partial(gather, dim, causal), GATHERED, Allowed() if causal else Allowed(first=16, copies=2),
             usual={64: (), 128: (80, 120), 256: (89,)}[dim], asked=(120,))
     for dim, group in product((64, 128, 256), (16, 128)):
         found[f"portable tokens D={dim} bf16 group={group}"] = Case(
