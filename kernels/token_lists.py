@@ -113,18 +113,17 @@ class Packed:
         position = token.long() - self.cu_q[sequence]
         return sequence, position, inside & (position >= 0)
 
-    def spans(self, window: int | None = None, whole_blocks_of: int = 1) -> Tensor:
+    def spans(self, window: int | None = None) -> Tensor:
         """Causal spans, int32 [T, 3]: the last query of a sequence stands at its last key.
 
-        With ``window`` a token sees just the last so many keys; with ``whole_blocks_of`` the rest of the last block that begins
-        at or before it as well. Offsets that lead outside the tensors are cut.
+        With ``window`` a token sees just the last so many keys. Offsets that lead outside the tensors are cut.
         """
         sequence, position, inside = self.places()
         origin = self.cu_k[sequence].long().clamp(0, self.k_tokens)
         length = (self.cu_k[sequence + 1].long() - origin).clamp(min=0).minimum(self.k_tokens - origin)
         asked = self.cu_q[sequence + 1].long() - self.cu_q[sequence]
         place = position + length - asked
-        high = ((place // whole_blocks_of + 1) * whole_blocks_of).minimum(length).clamp(min=0).where(inside, 0)
+        high = (place + 1).minimum(length).clamp(min=0).where(inside, 0)
         low = torch.zeros_like(high) if window is None else (place + 1 - window).clamp(min=0)
         return torch.stack([origin, low, high], 1).int()
 

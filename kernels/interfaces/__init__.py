@@ -15,9 +15,7 @@ if __name__ != "kernels.interfaces":
                            "block_1d_gqa_sparse_attn_varlen_sim_func", "block_2d_sparse_attn_varlen_func",
                            "block_sparse_flash_decode_gqa_indice", "block_sparse_flash_decode_gqa_mask",
                            "block_sparse_flash_decode_leftpad_gqa_indice", "block_sparse_flash_decode_leftpad_gqa_mask"),
-        # tilelang's name is the package's own and is taken from the package.
-        "native_sparse_attention": ("parallel_nsa", "parallel_nsa_compression", "parallel_nsa_fwd", "parallel_nsa_topk",
-                                    "selected_attention"),
+        "native_sparse_attention": ("parallel_nsa", "parallel_nsa_compression", "parallel_nsa_topk", "selected_attention"),
     }
     _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

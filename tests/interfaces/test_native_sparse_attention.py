@@ -1,4 +1,4 @@
-"""Native sparse attention under fla's and tilelang's names: against float64 by loops, and what is promised beyond upstream."""
+"""Native sparse attention under fla's names: against float64 by loops, and what is promised beyond upstream."""
 
 from functools import partial
 
@@ -8,7 +8,6 @@ from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from token_oracle import INTERPRETED, assert_as_exact_as_torch, dense, everywhere
 
 from ssta.kernels.interfaces import parallel_nsa, selected_attention
-from ssta.kernels.interfaces.native_sparse_attention.selected import native_sparse_attention
 
 
 def inputs(batch, tokens, heads, kv_heads, dim, v_dim, device, dtype=torch.float16, kv_tokens=None):
@@ -17,7 +16,7 @@ def inputs(batch, tokens, heads, kv_heads, dim, v_dim, device, dtype=torch.float
     return make(batch, tokens, heads, dim), make(batch, kv_tokens, kv_heads, dim), make(batch, kv_tokens, kv_heads, v_dim)
 
 
-def visible_keys(indices, counts, block_size, heads, kv_tokens, bounds=None, whole_blocks=False):
+def visible_keys(indices, counts, block_size, heads, kv_tokens, bounds=None):
     """bool [Hq, B * T, B * Tk] by loops over the definition; ``bounds`` are the (start, end) of sequences in a batch of one."""
     batch, tokens, kv_heads, slots = indices.shape
     visible = torch.zeros(heads, batch * tokens, batch * kv_tokens, dtype=torch.bool)
@@ -30,7 +29,7 @@ def visible_keys(indices, counts, block_size, heads, kv_tokens, bounds=None, who
                 for slot in range(min(limit, slots)):
                     block = int(indices[b, t, h, slot])
                     for key in range(max(block, 0) * block_size, min((block + 1) * block_size, end - start)) if block >= 0 else ():
-                        if key <= place or whole_blocks and block * block_size <= place:
+                        if key <= place:
                             group = heads // kv_heads
                             visible[h * group:(h + 1) * group, b * tokens + t, b * kv_tokens + start + key] = True
     return visible
@@ -67,9 +66,9 @@ def flat(attention):
     return run
 
 
-def check(attention, qkv, visible, scale, with_lse=True):
+def check(attention, qkv, visible, scale):
     shapes = [x.shape[:2] for x in qkv]
-    assert_as_exact_as_torch(partial(flat(attention), shapes), *(x.flatten(0, 1) for x in qkv), visible.to(qkv[0].device), scale, with_lse)
+    assert_as_exact_as_torch(partial(flat(attention), shapes), *(x.flatten(0, 1) for x in qkv), visible.to(qkv[0].device), scale, True)
 
 
 @everywhere
@@ -132,32 +131,6 @@ def test_window_and_gates(device, impl, window, monkeypatch):
     truth = sum(dense(*exact, visible.to(device), scale)[0] * gate.double().flatten(0, 1)[..., None]
                 for visible, scale, gate in ((selected, 0.4, g_slc), (near.expand(4, -1, -1), 0.25, g_swa)))
     torch.testing.assert_close(gated(q, k, v).flatten(0, 1).double(), truth, atol=4e-3, rtol=4e-3)
-
-
-@everywhere
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.slow
-def test_factory(device, impl, is_causal):
-    """As tilelang's own example calls it: T as padding, sorted, int32."""
-    batch, tokens, kv_heads, heads, dim, slots, block_size = 2, 24, 1, 16, 32, 1, 8
-    kernel = native_sparse_attention(batch=batch, heads=heads, seq_len=tokens, dim=dim, is_causal=is_causal, block_size=block_size,
-                                     groups=heads // kv_heads, selected_blocks=slots, scale=0.1)
-    q, k, v = inputs(batch, tokens, heads, kv_heads, dim, dim, device)
-    indices = torch.full((batch, tokens, kv_heads, slots), tokens)
-    for b in range(batch):
-        for t in range(tokens):
-            chosen = torch.randperm(max(1, t // block_size + 1))[:slots]
-            indices[b, t, 0, :len(chosen)] = chosen
-    visible = visible_keys(indices, None, block_size, heads, tokens, whole_blocks=not is_causal)
-    attend = partial(kernel, BlockIndices=indices.int().to(device), impl=impl)
-    check(attend, (q, k, v), visible, 0.1, with_lse=False)
-    # As its decode example does: the last token alone.
-    last = kernel(q[:, -1:], k, v, indices[:, -1:].int().to(device), impl=impl)
-    torch.testing.assert_close(last, attend(q, k, v)[:, -1:], atol=2e-3, rtol=2e-3)
-    # As its examples do since its kernels take their sizes from the tensors.
-    at_once = native_sparse_attention(q, k, v, indices.int().to(device), dim=dim, is_causal=is_causal, block_size=block_size,
-                                      groups=heads // kv_heads, selected_blocks=slots, scale=0.1, impl=impl)
-    assert torch.equal(at_once, attend(q, k, v))
 
 
 @everywhere
