@@ -7,9 +7,9 @@ if __name__ != "kernels.interfaces":
     from .modules import install, uninstall
 
     _MODULES = {
-        "flex_block_attn": ("create_sparse_mask", "flex_block_attn_func"),
+        "flex_block_attn": ("flex_block_attn_func",),
         "mit_block_sparse_attn": ("block_sparse_attn_func", "block_streaming_attn_func", "pad_input", "unpad_input"),
-        "magi_attention": ("SparseArgs", "block_sparse_attn"),
+        "magi_attention": ("block_sparse_attn",),
         "flashinfer": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
         "seer_attention": ("attn_pooling", "attn_pooling_qk_varlen", "attn_pooling_qkv_varlen", "block_1d_gqa_sparse_attn_varlen_func",
                            "block_1d_gqa_sparse_attn_varlen_sim_func", "block_2d_sparse_attn_varlen_func",

@@ -13,7 +13,7 @@ from ..attention import block_sparse_attention
 from ..blocks import BlockLists
 from ..checks import DTYPES, check_tensor, require_bool, require_int, require_integers, require_mask, require_values, resolve_scale
 from ..routing import IMPLEMENTATIONS, KERNEL_DTYPES
-from .packed import ENOUGH_ROWS, pack_heads, require_groups, unpack_heads
+from .packed import heads_packed, pack_heads, unpack_heads
 
 # FlashInfer's names for its own kernels, which choose nothing here.
 UPSTREAM_BACKENDS = ("auto", "fa2", "fa3", "cutile", "cake", "vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64", "vsa_blackwell",
@@ -151,7 +151,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
         heads, kv_heads, head_dim = _check_heads(num_qo_heads, num_kv_heads, head_dim)
         if N % C:
             raise ValueError(f"N must be a multiple of C = {C}, got {N}")
-        rows, columns, packed = -(-M // R), N // C, heads // kv_heads if R < ENOUGH_ROWS else 1
+        rows, columns, packed = -(-M // R), N // C, heads_packed(R, heads, kv_heads)
         if block_mask is None:
             indptr, indices = _integer_row("indptr", indptr), _integer_row("indices", indices)
             longest = _check_bsr(indptr, indices, rows, columns)
@@ -294,7 +294,8 @@ def _planned_dtype(name: str, data_type: str | torch.dtype, device: torch.device
 
 def _check_heads(heads: int, kv_heads: int, head_dim: int) -> tuple[int, int, int]:
     heads, kv_heads = require_int("num_qo_heads", heads, 1), require_int("num_kv_heads", kv_heads, 1)
-    require_groups(heads, kv_heads)
+    if heads % kv_heads:
+        raise ValueError(f"num_qo_heads must be a multiple of the {kv_heads} key/value heads, got {heads}")
     return heads, kv_heads, require_int("head_dim", head_dim, 1)
 
 

@@ -13,13 +13,13 @@ from ..blocks import BlockLists
 ENOUGH_ROWS = 128
 
 
-def require_groups(heads: int, kv_heads: int) -> int:
-    """How many query heads share a key/value head."""
+def heads_packed(q_block_size: int, heads: int, kv_heads: int) -> int:
+    """How many query heads of a token become rows of a block: where blocks are short, all that share a key/value head."""
     if heads < 1:
         raise ValueError(f"query heads must be at least 1, got {heads}")
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"query heads must be a multiple of the {kv_heads} key/value heads, got {heads}")
-    return heads // kv_heads
+    return heads // kv_heads if q_block_size < ENOUGH_ROWS else 1
 
 
 def pack_heads(q: Tensor, kv_heads: int) -> Tensor:

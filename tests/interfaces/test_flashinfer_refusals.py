@@ -19,7 +19,7 @@ PLAN = dict(indptr=torch.tensor([0, 1, 3]), indices=torch.tensor([1, 0, 1]), M=8
     (dict(indices=torch.tensor([1, 0, 1.0])), TypeError, "indices must be an int32 or int64 tensor, got torch.float32"),
     (dict(N=9), ValueError, "N must be a multiple of C = 4, got 9"),
     (dict(R=0), ValueError, "R must be at least 1, got 0"),
-    (dict(num_kv_heads=3), ValueError, "query heads must be a multiple of the 3 key/value heads, got 2"),
+    (dict(num_kv_heads=3), ValueError, "num_qo_heads must be a multiple of the 3 key/value heads, got 2"),
     (dict(head_dim=None), TypeError, "head_dim must be an int, got None"),
     (dict(mask=torch.ones(3, 4, 4)), ValueError, "mask must be None, because blocks are attended to as wholes, got a tensor"),
     (dict(packed_mask=torch.zeros(6)), ValueError, "packed_mask must be None"),
