@@ -1,26 +1,23 @@
 """Which launch configurations suit this GPU? Sweeps candidates and says which line of kernels/*/config.py to change.
 
-    python benchmark/tune.py [--kernel NAME ...] [--wide] [--shape 46080,48] [--rounds 7] [--csv NAME] [--save] [--share]
+    python benchmark/tune.py [--kernel NAME ...] [--wide] [--shape 46080,48] [--rounds 7] [--csv NAME] [--share]
 
 Each candidate is checked against float64 before it is timed, all of one kernel interleaved, and what does not fit the GPU says so. dq and
 dkv are timed as the whole backward, in which the other kernel stays as it is. attend and attend-backward compare the implementations that
 run here, a library's among them, each as it is, gradients in any order. Without a GPU it runs in Triton's interpreter
-(TRITON_INTERPRET=1), which shows that it works but says nothing about speed. With --save, what is faster in forward, dq and dkv goes to
-this GPU's file in kernels/portable/configs/, from which the kernels then take it; the H200's is in config.py itself. With --share, all that
-was measured is printed once more as a block to send to the project, which has no other GPUs.
+(TRITON_INTERPRET=1), which shows that it works but says nothing about speed. With --share, all that was measured is printed once more as a
+block to send to the project, which has no other GPUs.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from itertools import product
-from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
@@ -34,7 +31,6 @@ from ssta.kernels import BlockLists, PatternFacts, Route, choose_route
 from ssta.kernels.device import DeviceLimits, device_limits
 from ssta.kernels.hopper.config import HopperForwardConfig, hopper_forward_config
 from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, forward_config
-from ssta.kernels.portable.measured import FOLDER, HEAD_DIMS, file_name
 from ssta.kernels.routing import TABLE
 
 PORTABLE = ("forward", "dq", "dkv")
@@ -67,14 +63,12 @@ def main(argv: list[str] | None = None) -> None:
     usual = Problem(46_080) if gpu else Problem(64, heads=1, head_dim=16, block=32)
     parser.add_argument("--shape", metavar=SHAPE, type=kernel_shape, default=(usual, kept(usual, 0.4)),
                         help="the problem to tune for (default 46080,0.4)")
-    parser.add_argument("--save", action="store_true", help="write what is faster to this GPU's file in kernels/portable/configs/")
     parser.add_argument("--share", action="store_true", help="print all that was measured as a block to send to the project")
     add_rounds(parser, 7 if gpu else 1)
     options = parser.parse_args(argv)
     problem, pattern = options.shape
-    for flag in ("save", "share"):
-        if getattr(options, flag) and not gpu:
-            parser.error(f"--{flag} needs an NVIDIA GPU, times of the interpreter say nothing")
+    if options.share and not gpu:
+        parser.error("--share needs an NVIDIA GPU, times of the interpreter say nothing")
     try:
         choose_route("triton", device, dtype, problem.head_dim)
     except ValueError as error:
@@ -90,8 +84,6 @@ def main(argv: list[str] | None = None) -> None:
         if options.csv:
             write_rows(RESULTS / f"{options.csv}.csv", rows)
     print("\n".join(advice))
-    if options.save:
-        print(save(rows, problem.head_dim, torch.cuda.get_device_name(device), FOLDER))
     if options.share:
         print(share(rows, torch.cuda.get_device_capability(device), device_limits(device), setting.route("auto").explain()))
 
@@ -273,31 +265,6 @@ def with_patch(home: ModuleType, name: str, value: object, run: Callable[[], obj
 def faster(best: dict, present: dict) -> bool:
     """Whether the one row beats the other by what is worth a change, and beyond the spread."""
     return best["ratio"] <= 1 - GAIN and best["q3_ms"] <= present["q1_ms"]
-
-
-def save(rows: list[dict], head_dim: int, gpu: str, folder: Path) -> str:
-    """Writes the portable kernels' faster configurations into the GPU's file, beside what is there, and says so."""
-    found = {}
-    for kernel in PORTABLE:
-        own = [row for row in rows if row["kernel"] == kernel]
-        best, present = next(iter(own), None), next((row for row in own if row["present"]), None)
-        if best is None or present is None or best["median_ms"] == "":
-            continue
-        if present["median_ms"] == "" or faster(best, present):
-            m, n, warps, stages = map(int, re.findall(r"\d+", best["config"]))
-            m, n = (n, m) if kernel == "dkv" else (m, n)  # written() turns them round
-            found[kernel] = dict(block_m=m, block_n=n, num_warps=warps, num_stages=stages)
-    bucket = next((str(dim) for dim in HEAD_DIMS if head_dim <= dim), None)
-    if not found or bucket is None:
-        return "nothing to save: the present configurations stay"
-    path = folder / file_name(gpu)
-    content = json.loads(path.read_text()) if path.exists() else {"gpu": gpu, "kernels": {}}
-    for kernel, config in found.items():
-        content["kernels"].setdefault(kernel, {})[bucket] = config
-    content["measured"] = f"benchmark/tune.py, torch {torch.__version__}, triton {metadata.version('triton')}"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n")
-    return f"saved {', '.join(found)} for head_dim up to {bucket} to {path}"
 
 
 def share(rows: list[dict], capability: tuple[int, int], limits: DeviceLimits, routes: tuple[str, ...]) -> str:

@@ -30,7 +30,7 @@ def sources() -> dict[str, bytes]:
     """What every variant holds, by its path there: ssta/ with kernels/ inside, entered by hub/door.py."""
     own = [(path.relative_to(ROOT / "ssta"), path) for path in (ROOT / "ssta").rglob("*.py")]
     found = {str(name): path for name, path in own if name.parts[0] not in LEFT_OUT}
-    found |= {str(path.relative_to(ROOT)): path for suffix in ("py", "json") for path in (ROOT / "kernels").rglob(f"*.{suffix}")}
+    found |= {str(path.relative_to(ROOT)): path for path in (ROOT / "kernels").rglob("*.py")}
     found |= {"__init__.py": HERE / "door.py"}
     return {path: file.read_bytes() for path, file in sorted(found.items())}
 
@@ -75,7 +75,7 @@ def build_toml(version: int, repo: str | None) -> str:
     lines = ["[general]", f'name = "{NAME}"', f"version = {version}", "edition = 5", f'license = "{LICENSE}"',
              f"backends = {json.dumps(sorted(BACKENDS))}", ""]
     lines += ["[general.hub]", f'repo-id = "{repo}"', ""] if repo else []
-    lines += ["[torch-noarch]", 'pyext = ["py", "json"]', f'cuda_capabilities = {json.dumps(BACKENDS["cuda"])}', ""]
+    lines += ["[torch-noarch]", 'pyext = ["py"]', f'cuda_capabilities = {json.dumps(BACKENDS["cuda"])}', ""]
     return "\n".join(lines)
 
 

@@ -23,7 +23,6 @@ class DeviceLimits:
 
     shared_memory: int        # bytes
     tma: bool                 # loads tiles through descriptors: Hopper and later
-    name: str = ""            # what torch calls the GPU, "" where there is none
     products: str = "mma"     # how it multiplies matrices: "wgmma", "tcgen05", or "mma" for all others
     multiprocessors: int = 1  # one where there is no GPU to ask (Triton's interpreter), so that it runs few programs
 
@@ -59,9 +58,8 @@ def _device_limits(index: int) -> DeviceLimits:
     properties = torch.cuda.get_device_properties(index)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     if torch.version.hip is not None:
-        return DeviceLimits(shared, False, properties.name, multiprocessors=properties.multi_processor_count)
-    return DeviceLimits(shared, properties.major >= 9, properties.name, _PRODUCTS.get(properties.major, "mma"),
-                        properties.multi_processor_count)
+        return DeviceLimits(shared, False, multiprocessors=properties.multi_processor_count)
+    return DeviceLimits(shared, properties.major >= 9, _PRODUCTS.get(properties.major, "mma"), properties.multi_processor_count)
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from ..device import HOPPER_SHARED_MEMORY, DeviceLimits
 from ..lowering.quick_launch import FUSED
-from .measured import measured
 
 # Bytes for the compacted keys and values.
 COMPACTED_BYTES = 512 << 20
@@ -33,7 +32,7 @@ class LaunchConfig:
 # three: "large", 163 KB of shared memory (A100); "small", 99 KB (RTX 30 and 40, L40S); "tma", 99 KB and TMA (RTX 50). They are what the
 # compiler makes best: no registers spilled in the loop over full chunks, two copies of a streamed tile, little multiplied twice (as eight
 # warps on 64 rows do), and otherwise as large as fits. FlexAttention's table and FlashAttention-2's launches are close to them.
-# benchmark/tune.py --save measures on the GPU at hand, and what it writes is taken instead.
+# benchmark/tune.py measures on the GPU at hand and says which line to change.
 _TABLE = {
     # Asynchronous: at 128, 128 x 64 with 4 warps takes 12.9 ms in two stages and 13.9 in three, 64 x 64 15.1, 128 x 128 with 8 warps 16.2.
     # With 23,040 tokens: at 64, three stages take 1.69 ms, two 1.87; at 256, where 4 warps spill, 4 take 23.6, 8 take 5.2, 128 x 32 in
@@ -99,7 +98,7 @@ def dq_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) 
 
 def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) -> LaunchConfig:
     """The one of dK and dV."""
-    best = _best("dkv", head_dim, limits, turned=True)
+    best = _best("dkv", head_dim, limits)
     fitted = _fit(best, head_dim, kv_block, q_block, limits, stationary=2, transposed=2)
     return LaunchConfig(fitted.block_n, fitted.block_m, fitted.num_warps, fitted.num_stages)
 
@@ -160,12 +159,8 @@ def token_splits(programs: int, steps: int, multiprocessors: int) -> int:
     return 1 << (max(wanted, 1).bit_length() - 1)
 
 
-def _best(kernel: str, head_dim: int, limits: DeviceLimits, turned: bool = False) -> LaunchConfig:
-    """The configuration that a file gives for this kind of GPU (``turned``: with queries first), else the table's. Shared memory and the
-    rules for short blocks still apply."""
-    own = measured(kernel, head_dim, limits.name)
-    if own is not None:
-        return LaunchConfig(**own | (dict(block_m=own["block_n"], block_n=own["block_m"]) if turned else {}))
+def _best(kernel: str, head_dim: int, limits: DeviceLimits) -> LaunchConfig:
+    """The table's configuration for this kind of GPU, to which shared memory and the rules for short blocks still apply."""
     without = "tma" if limits.tma else "large" if limits.shared_memory >= LARGE_SHARED_MEMORY else "small"
     row = _TABLE[kernel]["asynchronous" if limits.asynchronous else without]
     return row[(head_dim > 64) + (head_dim > 128)]

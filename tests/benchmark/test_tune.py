@@ -9,7 +9,7 @@ from rows import read_rows
 
 from ssta.kernels import block_sparse_attention
 from ssta.kernels.device import DeviceLimits
-from ssta.kernels.portable.config import dkv_config, dq_config, forward_config
+from ssta.kernels.portable.config import dkv_config
 
 
 @pytest.mark.slow
@@ -127,36 +127,9 @@ def test_where_it_is_sent(urls, where, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("flag", ["--save", "--share"])
-def test_times_of_the_interpreter_are_neither_saved_nor_shared(flag, capsys):
+def test_times_of_the_interpreter_are_not_shared(capsys):
     import tune
 
     with pytest.raises(SystemExit):
-        tune.main([flag])
-    assert f"{flag} needs an NVIDIA GPU" in capsys.readouterr().err
-
-
-def test_saved_configurations_are_those_that_the_kernels_then_take(monkeypatch, tmp_path):
-    import tune
-
-    from ssta.kernels.portable import measured
-
-    present = [tuned("LaunchConfig(128, 128, 8, 3)", 10.0, present=True) | dict(kernel=kernel) for kernel in ("forward", "dq", "dkv")]
-    rows = [tuned("LaunchConfig(64, 32, 4, 2)", 9.0) | dict(kernel="forward"), present[0],
-            tuned("LaunchConfig(64, 64, 4, 2)", 9.9) | dict(kernel="dq"), present[1],
-            # Of dkv the keys, which stay, come first.
-            tuned("LaunchConfig(64, 32, 4, 2)", 9.0) | dict(kernel="dkv"), present[2]]
-    gpu = "NVIDIA GeForce RTX 4090"
-    monkeypatch.setattr(measured, "FOLDER", tmp_path / "configs")
-    measured._read.cache_clear()
-    limits = DeviceLimits(99 * 1024, tma=False, name=gpu)
-    untouched = dq_config(128, 384, 384, limits), forward_config(64, 384, 384, limits)
-    for _ in range(2):  # the second time beside what is there
-        said = tune.save(rows, 128, gpu, tmp_path / "configs")
-    measured._read.cache_clear()
-    assert said.startswith("saved forward, dkv for head_dim up to 128 to")
-    assert tune.written("forward", forward_config(128, 384, 384, limits)) == "LaunchConfig(64, 32, 4, 2)"
-    assert tune.written("dkv", dkv_config(128, 384, 384, limits)) == "LaunchConfig(64, 32, 4, 2)"
-    assert (dq_config(128, 384, 384, limits), forward_config(64, 384, 384, limits)) == untouched
-    assert tune.save(present, 128, gpu, tmp_path / "none").startswith("nothing to save") and not (tmp_path / "none").exists()
-    measured._read.cache_clear()
+        tune.main(["--share"])
+    assert "--share needs an NVIDIA GPU" in capsys.readouterr().err

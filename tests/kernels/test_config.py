@@ -1,6 +1,5 @@
-"""Launch configurations that depend on how much there is to do, and those that were measured on one kind of GPU."""
+"""Launch configurations that depend on how much there is to do."""
 
-import json
 import warnings
 from types import SimpleNamespace
 
@@ -10,8 +9,7 @@ import torch
 from ssta.kernels import device
 from ssta.kernels.device import HOPPER_SHARED_MEMORY, DeviceLimits
 from ssta.kernels.hopper.config import hopper_forward_config, split
-from ssta.kernels.portable import measured
-from ssta.kernels.portable.config import LaunchConfig, dkv_config, dq_config, forward_config
+from ssta.kernels.portable.config import forward_config
 from ssta.kernels.routing import choose_route
 
 
@@ -29,7 +27,7 @@ def test_the_hopper_forward_has_small_programs_where_large_ones_would_leave_mult
     (8, 99, "mma", False), (9, 227, "wgmma", True), (10, 227, "tcgen05", True), (12, 99, "mma", True)])
 def test_rtx_50_has_tma_and_multiplies_as_ampere_does(major, shared, products, tma, monkeypatch):
     """And what multiplies in registers has eight warps for 128 rows of 128 entries, where Hopper has four."""
-    properties = SimpleNamespace(shared_memory_per_block_optin=shared << 10, major=major, name="", multi_processor_count=1)
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared << 10, major=major, multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.version, "hip", None)
     limits = device._device_limits.__wrapped__(0)
@@ -86,72 +84,3 @@ def test_blocks_of_up_to_64_queries_have_programs_of_one_warpgroup(head_dim, kv_
     assert all(other.warpgroups > 1 and other.programs == 1 for other in others)
     # Where blocks may be shorter than a chunk, several fill one.
     assert (config.pieces, hopper_forward_config(head_dim, 64, kv_block, False, optimistic, ragged=True).pieces) == (1, 4)
-
-
-GPU = "NVIDIA GeForce RTX 4090"
-LIMITS = DeviceLimits(99 * 1024, tma=False, name=GPU)
-OWN = dict(block_m=64, block_n=32, num_warps=4, num_stages=2)
-
-
-@pytest.fixture
-def measured_file(tmp_path, monkeypatch):
-    """Writes the GPU's file, as a whole or with these kernels."""
-    monkeypatch.setattr(measured, "FOLDER", tmp_path)
-    measured._read.cache_clear()
-
-    def write(kernels=None, **whole):
-        path = tmp_path / measured.file_name(GPU)
-        path.write_text(json.dumps({"gpu": GPU, "measured": "", "kernels": kernels} | whole))
-        measured._read.cache_clear()
-        return path
-
-    yield write
-    measured._read.cache_clear()
-
-
-def test_a_file_stands_in_for_the_tables_on_its_gpu_alone(measured_file):
-    without = [config(128, 384, 384, LIMITS) for config in (forward_config, dq_config, dkv_config)]
-    path = measured_file({"forward": {"128": OWN}, "dkv": {"64": OWN}})
-    assert path.name == "NVIDIA_GeForce_RTX_4090.json"
-    assert forward_config(128, 384, 384, LIMITS) == forward_config(80, 384, 384, LIMITS) == LaunchConfig(64, 32, 4, 2)
-    # Neither another head_dim, another kernel, another GPU nor a machine without one is meant.
-    assert [dq_config(128, 384, 384, LIMITS), dkv_config(128, 384, 384, LIMITS)] == without[1:]
-    assert forward_config(64, 384, 384, LIMITS) == forward_config(64, 384, 384, DeviceLimits(99 * 1024, tma=False))
-    assert forward_config(128, 384, 384, DeviceLimits(99 * 1024, tma=False, name="NVIDIA A100")) == without[0]
-    assert dkv_config(64, 384, 384, LIMITS) == LaunchConfig(64, 32, 4, 2)
-
-
-def test_what_was_measured_is_still_cut_to_blocks_and_shared_memory(measured_file):
-    measured_file({"forward": {"128": dict(block_m=256, block_n=256, num_warps=8, num_stages=5)}})
-    assert forward_config(128, 64, 64, LIMITS).block_m == 64
-    config = forward_config(128, 384, 384, LIMITS)
-    assert 2 * 128 * (config.block_m + 4 * config.block_n) <= LIMITS.shared_memory
-
-
-@pytest.mark.parametrize("whole, message", [
-    (dict(gpu="NVIDIA A100", kernels={}), "gpu must be 'NVIDIA GeForce RTX 4090', whose file it is, got 'NVIDIA A100'"),
-    (dict(more=1, kernels={}), "must hold gpu, measured and kernels, got"),
-    (dict(kernels=[]), r"kernels must be an object, got \[\]"),
-    (dict(kernels={"forwards": {}}), "kernels must be among forward, dq, dkv, got 'forwards'"),
-    (dict(kernels={"dq": {"100": OWN}}), "dq's head_dims must be among 64, 128, 256, got '100'"),
-    (dict(kernels={"dq": {"64": {"block_m": 64}}}), "dq at 64 must have block_m, block_n, num_warps, num_stages, got block_m"),
-    (dict(kernels={"dq": {"64": OWN | {"block_n": 48}}}), "dq at 64: block_n must be among .* got 48"),
-    (dict(kernels={"dq": {"64": OWN | {"num_warps": True}}}), "dq at 64: num_warps must be among .* got True"),
-])
-def test_a_bad_file_is_refused_whatever_is_asked_of_it(measured_file, whole, message):
-    measured_file(**whole)
-    with pytest.raises(ValueError, match=message):
-        forward_config(128, 384, 384, LIMITS)
-
-
-def test_a_file_that_is_no_json_is_named(measured_file):
-    path = measured_file({})
-    path.write_text("{")
-    with pytest.raises(ValueError, match="4090.json must be JSON, got"):
-        forward_config(128, 384, 384, LIMITS)
-
-
-def test_files_that_are_here_are_good():
-    for path in measured.FOLDER.glob("*.json"):
-        gpu = json.loads(path.read_text())["gpu"]
-        assert path.name == measured.file_name(gpu) and measured._read(gpu)
