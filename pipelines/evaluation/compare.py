@@ -14,15 +14,13 @@ from diffusers import DiffusionPipeline
 
 from .comparison import compare
 from .configurations import Configuration, check_names, dense, parse_configuration
-from .folder import SCHEMA
 from .measurement import Clip, Measurement, write_json
 from .quality import require_video_writer
-from .record import append_record, read_records, record_of
 from .scatter import plot_evaluation
 from .table import Evaluation
 
-__all__ = ["Clip", "Configuration", "Evaluation", "Measurement", "append_record", "compare", "dense", "main", "parse_configuration",
-           "plot_evaluation", "read_prompts"]
+__all__ = ["Clip", "Configuration", "Evaluation", "Measurement", "compare", "dense", "main", "parse_configuration", "plot_evaluation",
+           "read_prompts"]
 
 _PROMPT = "A cat walks on the grass, realistic"
 
@@ -79,7 +77,9 @@ def main(arguments: list[str] | None = None) -> Evaluation:
     options = parser.parse_args(arguments)
     try:
         evaluation = _run(options)
-        _publish(options, evaluation)
+        if options.output is not None:
+            _write(Path(options.output), evaluation)
+        print(evaluation, flush=True)
     except KeyboardInterrupt:
         if options.output is not None:
             say(f"interrupted; the same command with --resume goes on in {options.output}")
@@ -101,8 +101,6 @@ def _run(options: argparse.Namespace) -> Evaluation:
     if options.resume and options.output is None:
         raise ValueError("--resume must come with --output, the folder to go on in, got none")
     clips = _clips(options.prompt, options.prompts, options.image, options.seeds)
-    if options.json is not None:
-        read_records(Path(options.json), options.model)
     if options.steps < 1:
         raise ValueError(f"--steps must be at least 1, got {options.steps}")
     texts = options.config or ["default"]
@@ -127,20 +125,10 @@ def _run(options: argparse.Namespace) -> Evaluation:
                    fps=options.fps, say=say)
 
 
-def _publish(options: argparse.Namespace, evaluation: Evaluation) -> None:
-    """Writes and prints what was measured."""
-    if options.json is not None:
-        append_record(Path(options.json), evaluation)
-        say(f"{options.json}: the record of this run is in it")
-    if options.output is not None:
-        _write(Path(options.output), evaluation)
-    print(evaluation, flush=True)
-
-
 def _write(folder: Path, evaluation: Evaluation) -> None:
     """Table, record and, where matplotlib is installed, the scatter."""
     (folder / "table.txt").write_text(f"{evaluation}\n", encoding="utf-8")
-    write_json(folder / "record.json", {"schema": SCHEMA, "model": evaluation.settings["model"], "runs": [record_of(evaluation)]})
+    write_json(folder / "record.json", evaluation.record())
     try:
         plot_evaluation(evaluation, folder / "scatter.png")
     except (ImportError, ValueError) as error:
@@ -178,7 +166,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-videos", action="store_true", help="write no MP4s")
     parser.add_argument("--fps", type=int, default=16, help="of the MP4s; default 16")
     parser.add_argument("--resume", action="store_true", help="go on in --output: what is finished there is not generated again")
-    parser.add_argument("--json", metavar="FILE", help="append the record of this run to a file of records of this model")
     return parser
 
 

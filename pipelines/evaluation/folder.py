@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from ..patch.apply import transformers_of
 from .configurations import Configuration
 from .measurement import Clip, Measurement, digest, measurement_of, plain, read_json, write_json
 
-# The version of run.json and of records; it changes when a field changes its meaning or goes.
-SCHEMA = "ssta.compare/1"
+# The version of run.json and record.json; it changes when a field changes its meaning or goes.
+SCHEMA = "ssta.compare/2"
 _PACKAGES = ("diffusers", "transformers", "triton", "lpips")
 
 
@@ -123,9 +123,7 @@ class Folder:
 
     def finish(self, clip: Clip, configuration: str, measured: Measurement) -> None:
         """The last that is written of a configuration's clip."""
-        found = {field: value for field, value in plain(measured).items() if field != "class"}
-        described = {"prompt": clip.prompt, "seed": clip.seed, "image": clip.image}
-        write_json(self._file(clip, configuration), {"configuration": configuration, "clip": described, "measured": found})
+        write_json(self._file(clip, configuration), {"configuration": configuration, "clip": plain(clip), "measured": plain(measured)})
 
     def has_reference(self, clip: Clip) -> bool:
         return self._reference(clip).exists()
@@ -163,26 +161,11 @@ def _slug(name: str) -> str:
     return short if short == name else f"{short}-{digest(name.encode())[:6]}"
 
 
-def _conflicts(before: dict[str, Any], settings: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(where, before, now) of each setting that is not the same; configurations only where both have one of that name."""
-    found: list[tuple[str, Any, Any]] = []
-    for key in dict.fromkeys((*before, *settings)):
-        old, new = before.get(key), settings.get(key)
-        if key == "configurations" and isinstance(old, dict):
-            found += [(f"configuration {name!r}", *_difference(old[name], settings[key][name])) for name in settings[key]
-                      if name in old and old[name] != settings[key][name]]
-        elif isinstance(old, dict) and isinstance(new, dict):
-            found += [(f"{key}.{name}", old.get(name), new.get(name)) for name in dict.fromkeys((*old, *new))
-                      if old.get(name) != new.get(name)]
-        elif old != new:
-            found.append((key, old, new))
-    return found
-
-
-def _difference(old: Any, new: Any) -> tuple[Any, Any]:
-    """Only what differs, of two configurations as ``plain`` has them."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        changed = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
-        pairs = {name: _difference(old.get(name), new.get(name)) for name in changed}
-        return {name: pair[0] for name, pair in pairs.items()}, {name: pair[1] for name, pair in pairs.items()}
-    return old, new
+def _conflicts(before: dict[str, Any], now: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(where, before, now) of each setting that is not the same; a configuration that one of them lacks is none."""
+    for key in dict.fromkeys((*before, *now)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _conflicts(old, new, f"{within}{key}.")
+        elif old != new and not (within == "configurations." and (old is None or new is None)):
+            yield f"{within}{key}", old, new

@@ -102,7 +102,7 @@ def plain(value: Any) -> Any:
         mark = digest(kept.flatten().view(torch.uint8).numpy().tobytes() if kept.numel() else b"")
         return f"tensor {list(kept.shape)} {str(kept.dtype).removeprefix('torch.')} {mark}"
     if is_dataclass(value) and not isinstance(value, type):
-        return {"class": type(value).__name__} | {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.init}
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.init}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (bytes, bytearray)):
@@ -113,12 +113,11 @@ def plain(value: Any) -> Any:
 
 
 def measurement_of(found: Mapping[str, Any]) -> Measurement:
-    """A Measurement again, out of ``plain``. Records of older versions lack heads without an estimate.
+    """A Measurement again, out of ``plain``.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
-    found = {"without_estimate": None, **found}
     return Measurement(**{field.name: _number(found[field.name]) for field in fields(Measurement)})
 
 

@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 
 from ..patch.text_table import aligned
-from .measurement import Clip, Measurement
+from .measurement import Clip, Measurement, plain
 
 # The measures that are compared pair by pair, and whether more is better.
 METRICS = {"psnr": True, "ssim": True, "lpips": False, "latent_difference": False, "seconds": False}
@@ -110,6 +110,18 @@ class Evaluation:
         others = list(self.measurements)[1:]
         found = [self.pair(first, second, metric) for first, second in combinations(others, 2) for metric in METRICS]
         return [pair for pair in found if pair is not None]
+
+    def record(self) -> dict[str, Any]:
+        """As JSON holds it: the settings, every clip with what each configuration gave for it, means and paired differences with their
+        spread; docs/evaluation.md documents every key."""
+        clips: dict[Clip, dict[str, Any]] = {}
+        for name, found in self.measurements.items():
+            for clip, measured in found.items():
+                clips.setdefault(clip, {})[name] = plain(measured)
+        means = {name: {metric: plain(spread) for metric in (*METRICS, "speed_up", "density")
+                        if (spread := self.spread(name, metric)) is not None} for name in self.measurements}
+        return {**self.settings, "clips": [plain(clip) | {"results": results} for clip, results in clips.items()],
+                "aggregates": means, "pairs": [plain(pair) for pair in self.pairs()]}
 
     def __str__(self) -> str:
         """The table of configurations; then that of their differences; then what has to be said about them."""

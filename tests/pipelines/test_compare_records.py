@@ -1,4 +1,4 @@
-"""What is made of measurements: spreads, paired differences, the table, records and the scatter."""
+"""What is made of measurements: spreads, paired differences, the table, the record and the scatter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ssta import SSTAConfig
 from ssta.pipelines import Schedule
 from ssta.pipelines.evaluation.configurations import Configuration
 from ssta.pipelines.evaluation.measurement import Clip, Measurement, measurement_of, plain
-from ssta.pipelines.evaluation.record import append_record, read_records, record_of
 from ssta.pipelines.evaluation.scatter import plot_evaluation
 from ssta.pipelines.evaluation.table import Evaluation, Spread
 
@@ -21,7 +20,7 @@ CLIPS = [Clip("a cat", 0), Clip("a cat", 1), Clip("a dog", 0, "dog.png")]
 
 def made(measurements: dict[str, list[Measurement]], clips=CLIPS, **settings) -> Evaluation:
     configurations = {name: plain(Configuration(name, None if name == "stock" else SSTAConfig(), Schedule())) for name in measurements}
-    common = {"schema": "ssta.compare/1", "model": "some/model", "pipeline": "P", "transformers": ["T"], "dtype": "bfloat16",
+    common = {"schema": "ssta.compare/2", "model": "some/model", "pipeline": "P", "transformers": ["T"], "dtype": "bfloat16",
               "device": "cpu", "versions": {"ssta": "1"}, "call": {"num_inference_steps": 4}, "reference": "dense",
               "configurations": configurations}
     return Evaluation(common | settings, {name: dict(zip(clips, found)) for name, found in measurements.items()})
@@ -103,7 +102,7 @@ def test_what_json_cannot_hold_is_named():
     assert red.startswith("Image (2, 3) ") and red != blue
     assert plain({1: (math.nan, range(2), {"a": None})}) == {"1": ["nan", [0, 1], {"a": None}]}
     assert plain(math.sqrt).endswith("sqrt") and plain(object()) == "object"
-    assert plain(SSTAConfig(topk=3))["topk"] == 3 and plain(SSTAConfig())["class"] == "SSTAConfig"
+    assert plain(SSTAConfig(topk=3))["topk"] == 3
 
 
 def test_clips_have_names_of_their_own():
@@ -112,64 +111,19 @@ def test_clips_have_names_of_their_own():
     assert CLIPS[0].name == Clip("a cat", 0).name and CLIPS[0].name.startswith("a-cat-")
 
 
-# Records
+# The record
 
 
 def test_a_record_says_everything(evaluation):
-    record = json.loads(json.dumps(record_of(evaluation), allow_nan=False))
-    assert set(record) == {"pipeline", "transformers", "dtype", "device", "versions", "call", "reference", "configurations",
-                           "clips", "aggregates", "pairs"}
+    record = json.loads(json.dumps(evaluation.record(), allow_nan=False))
+    assert set(record) == {"schema", "model", "pipeline", "transformers", "dtype", "device", "versions", "call", "reference",
+                           "configurations", "clips", "aggregates", "pairs"}
     assert [(clip["prompt"], clip["seed"], clip["image"]) for clip in record["clips"]] == [
         ("a cat", 0, None), ("a cat", 1, None), ("a dog", 0, "dog.png")]
     assert record["clips"][1]["results"]["a"]["psnr"] == 33.0 and record["configurations"]["a"]["config"]["tile_thw"] == [6, 8, 8]
     assert record["aggregates"]["a"]["psnr"] == {"mean": 33.0, "deviation": 3.0, "error": pytest.approx(math.sqrt(3)), "clips": 3}
     assert {"first": "a", "second": "b", "metric": "psnr", "better": 2} == {
         key: value for key, value in record["pairs"][-3].items() if key != "difference"} and "psnr" not in record["aggregates"]["dense"]
-
-
-def test_records_are_appended_and_those_of_the_same_run_merged(evaluation, tmp_path):
-    file = tmp_path / "table.json"
-
-    def runs():
-        return read_records(file, "some/model")["runs"]
-
-    half = Evaluation(evaluation.settings, {name: {clip: evaluation.measurements[name][clip] for clip in CLIPS[:2]}
-                                            for name in ("dense", "stock", "a")})
-    append_record(file, half)
-    assert len(runs()) == 1 and len(runs()[0]["clips"]) == 2 and list(runs()[0]["configurations"]) == ["dense", "stock", "a"]
-    append_record(file, evaluation)
-    assert runs() == [json.loads(json.dumps(record_of(evaluation)))]
-    append_record(file, half)
-    assert runs() == [json.loads(json.dumps(record_of(evaluation)))]
-    # Another GPU, or the same name for something else: a run of its own.
-    append_record(file, Evaluation({**evaluation.settings, "device": "H200"}, evaluation.measurements))
-    other = {**evaluation.settings["configurations"], "a": plain(Configuration("a", SSTAConfig(topk=3)))}
-    append_record(file, Evaluation({**evaluation.settings, "configurations": other}, evaluation.measurements))
-    assert len(runs()) == 3 and not list(tmp_path.glob("*.part"))
-
-
-@pytest.mark.parametrize("text, message", [
-    ('{"schema": "ssta.compare/9", "model": "some/model", "runs": []}', "a file of schema 'ssta.compare/1', got .* 'ssta.compare/9'"),
-    ('{"schema": "ssta.compare/1", "model": "other", "runs": []}', "json must be a file of model 'some/model', got .* of model 'other'"),
-    ('{"schema": "ssta.compare/1", "model": "some/model"}', "json must hold a list of runs, got NoneType"),
-    ("[]", "json must hold a JSON object, got list"), ("{", "json must be a file of JSON that can be read"),
-    ('\udcff', "json must be a file of JSON that can be read")])
-def test_files_that_hold_no_records_of_this_model_are_left_alone(text, message, evaluation, tmp_path):
-    file = tmp_path / "table.json"
-    file.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match=message):
-        append_record(file, evaluation)
-    assert file.read_bytes() == text.encode(errors="surrogateescape")
-
-
-def test_a_run_that_was_changed_by_hand_is_named(evaluation, tmp_path):
-    file = tmp_path / "table.json"
-    append_record(file, evaluation)
-    found = json.loads(file.read_text())
-    del found["runs"][0]["clips"][0]["results"]["a"]["seconds"]
-    file.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match=r"json must hold runs as they were written, got runs\[0\] in .*KeyError\('seconds'\)"):
-        append_record(file, evaluation)
 
 
 # The scatter
