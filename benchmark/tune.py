@@ -97,7 +97,6 @@ class Setting:
         self.problem, self.pattern, self.device = problem, pattern, device
         self.q, self.k, self.v, self.dout = (torch.randn(size, device=device, dtype=dtype) for _ in range(4))
         self.blocks = BlockLists.from_mask(pattern.mask(problem, device), problem.block, problem.block)
-        self.flipped = self.blocks.transpose()
         self.scale = problem.head_dim ** -0.5
         self.exact: Truth = truth(self.q, self.k, self.v, self.blocks, self.dout)
 
@@ -170,7 +169,7 @@ def route_candidates(kernel: str, setting: Setting) -> list[Candidate]:
     own = {name: route for name, route in routes.items() if route.backward.kernels == name}
     present = usual.backward.kernels if usual.backward.kernels in own else next(iter(own))
     result = own[present].run(*given, setting.blocks, setting.scale)
-    rest = setting.blocks, setting.flipped, setting.scale, False, False
+    rest = setting.blocks, setting.scale, False, False
     return [Candidate(f"impl={name!r}", lambda route=route: route.run_backward(setting.dout, None, *given, *result, *rest), name == present)
             for name, route in own.items()]
 
@@ -196,8 +195,8 @@ def run_of(kernel: str, config: LaunchConfig, present: dict[str, LaunchConfig], 
         return lambda: triton_forward(setting.q, setting.k, setting.v, setting.blocks, setting.scale, False, config)[0]
     out, lse = triton_forward(setting.q, setting.k, setting.v, setting.blocks, setting.scale, False)
     configs = (config, present["dkv"]) if kernel == "dq" else (present["dq"], config)
-    return lambda: triton_backward(setting.dout, None, setting.q, setting.k, setting.v, out, lse, setting.blocks, setting.flipped,
-                                   setting.scale, False, configs)
+    return lambda: triton_backward(setting.dout, None, setting.q, setting.k, setting.v, out, lse, setting.blocks, setting.scale, False,
+                                   configs)
 
 
 def hopper_configs(head_dim: int) -> list[HopperForwardConfig]:
@@ -232,7 +231,7 @@ def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:
     usual = hopper_backward.constants
 
     def run():
-        return hopper_backward.hopper_backward(setting.dout, None, *given, out, lse, setting.blocks, setting.flipped, *pattern[1:], True)
+        return hopper_backward.hopper_backward(setting.dout, None, *given, out, lse, *pattern, True)
 
     def patched(module, name: str, value):
         # Plans know what was there when they were written.

@@ -12,9 +12,9 @@ from .blocks import BlockLists
 from .checks import autocast_inputs, require_bool, resolve_scale
 from .memo import Kept, Unplanned
 from .notices import warn_once
-from .op import RecordedAttention, attention_operator, route_of, run_forward, transposed
+from .op import RecordedAttention, attention_operator, route_of, run_forward
 from .operators import on_device, refuse_forward_mode, watched
-from .routing import PatternFacts, Problem, Route, Where, interpreting, require_impl
+from .routing import Route, interpreting, require_impl
 
 if TYPE_CHECKING:
     from .lowering.plans import Plan, Planned
@@ -167,12 +167,12 @@ def _attend(
 
             return reference_attention(q, k, v, blocks, scale, causal)
         if route is None:
-            return _operate(name, q, k, v, blocks, scale, causal, deterministic, needs_grad)
+            refuse_forward_mode(q=q, k=k, v=v)
+            return attention_operator(q, k, v, *blocks.to_fields(), float(scale), causal, deterministic, name)
         if key is not None:
             known = _known[key] = _Known(route, Kept(8))
     if needs_grad:
-        flipped = transposed(blocks, k.shape[2]) if route.needs_transpose else None
-        return RecordedAttention.apply(q, k, v, blocks, flipped, scale, causal, deterministic, route)
+        return RecordedAttention.apply(q, k, v, blocks, scale, causal, deterministic, route)
     if known is not None and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
         with on_device(q):
             if scale in known.plans:
@@ -194,26 +194,8 @@ def _planned(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, 
 
     def write(plan: Plan, xs: Sequence[Any], _: Sequence[Any]) -> None:
         q, k, v, *lists = xs
-        plan.results += route.run(q, k, v, BlockLists.trusted(*lists, *others), scale, causal)
+        plan.results += route.run(q, k, v, BlockLists.from_fields(*lists, *others), scale, causal)
 
     planned = Plans(write).planned((q, k, v, blocks.counts, blocks.indices), ())
     # Constants hold nothing yet where a capture makes them; none is known to come of blocks of one size.
     return None if isinstance(planned, Unplanned) or planned.constants else planned
-
-
-def _operate(name: str, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, deterministic: bool,
-             needs_grad: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the operator, for all who watch."""
-    refuse_forward_mode(q=q, k=k, v=v)
-    # The transpose is an input of the operator, so that lists used by many layers are transposed once.
-    flipped = transposed(blocks, k.shape[2]) if needs_grad and _may_transpose(name, q, k, blocks, causal) else None
-    return attention_operator(q, k, v, *blocks.to_fields(), *((flipped.counts, flipped.indices) if flipped else (None, None)),
-                              float(scale), causal, deterministic, name)
-
-
-def _may_transpose(name: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> bool:
-    """``Route.needs_transpose`` where no Route is made: whatever kernels a GPU has, but for compacted keys."""
-    if name == "torch" or name == "auto" and q.device.type == "cpu":
-        return False
-    where = Where(q.device.type, None, False, q.dtype, q.shape[3])
-    return not Problem(where, q.shape[1], k.shape[1], causal, PatternFacts.of(blocks)).compacts(backward=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,6 @@ from .block_fields import check_axis_values, check_list_values, settled_fields
 from .block_masks import bsr_lists, bsr_of, compact_lists, full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask, topk_lists
 from .block_views import block_bounds, describe
 from .checks import require_int, require_mask
-from .memo import traced
 
 # Attributes beside the fields, which the package sets on patterns that it makes itself.
 KNOWN = ("_bounds", "_covers")
@@ -41,7 +39,7 @@ class BlockLists:
             real; the rows of the others give out = 0 and lse = -inf. A length outside [0, the block's tokens] counts as the nearer bound.
         kv_lengths: the same for the key blocks; the keys past it are never attended to.
         num_kv_blocks: number of key blocks. With a uniform ``kv_offsets`` it may be left out; ``to_mask`` and what is built on it then
-            refuse, and a backward pass transposes the lists anew for every call.
+            refuse.
         max_q_length: an upper bound on the tokens of a query block, known on the host; a block's tokens past it count as not real. The
             size when uniform. For ragged offsets on a GPU, leaving it out makes the constructor read them back, which synchronises.
         max_kv_length: the same for key blocks.
@@ -89,8 +87,6 @@ class BlockLists:
         if self._bounds is None:
             vars(self)["_bounds"] = {}
         values.update(vars(self), counts=counts, indices=indices)
-        # The transpose was derived from the old lists.
-        values.pop("_flipped", None)
         values["_facts"] = None
         if kv_lengths is not None:
             bounds = {} if starts is None else {(False, self.num_kv_blocks, tokens, self.max_kv_length): (starts, kv_lengths)}
@@ -289,15 +285,7 @@ class BlockLists:
     # The other direction
 
     def transpose(self) -> BlockLists:
-        """Which query blocks attend to each key block. Computed once; the backward pass of dK and dV iterates over it."""
-        # A compiled graph keeps nothing between calls, and cannot enter the lock of a cached property.
-        return self._flip() if traced() else self._flipped
-
-    @cached_property
-    def _flipped(self) -> BlockLists:
-        return self._flip()
-
-    def _flip(self) -> BlockLists:
+        """Which query blocks attend to each key block, ids ascending."""
         return BlockLists.from_mask(
             self.to_mask().mT, self.kv_offsets, self.q_offsets, q_lengths=self.kv_lengths, kv_lengths=self.q_lengths,
             max_q_length=self.max_kv_length, max_kv_length=self.max_q_length)
@@ -320,17 +308,9 @@ class BlockLists:
                 self.max_kv_length)
 
     @classmethod
-    def from_fields(cls, counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
-                    max_kv_length) -> BlockLists:
-        """The BlockLists on which ``to_fields`` was called."""
-        q_offsets = max_q_length if q_offsets is None else q_offsets
-        kv_offsets = max_kv_length if kv_offsets is None else kv_offsets
-        return cls(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
-
-    @classmethod
-    def trusted(cls, counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length, *,
-                known: dict | None = None) -> BlockLists:
-        """``from_fields`` of what was checked before, and what is ``known`` of the lists that it was: for every call of a backward."""
+    def from_fields(cls, counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length, *,
+                    known: dict | None = None) -> BlockLists:
+        """The BlockLists on which ``to_fields`` was called, not checked again; with what is ``known`` of them, if anything."""
         new = object.__new__(cls)
         vars(new).update(
             known or {}, counts=counts, indices=indices, q_offsets=max_q_length if q_offsets is None else q_offsets,
@@ -342,11 +322,6 @@ class BlockLists:
     def known(self) -> dict:
         """Facts beside the fields that stay true of these tensors when they are passed on."""
         return {name: vars(self)[name] for name in KNOWN if name in vars(self)}
-
-    def flipped_fields(self, counts: Tensor, indices: Tensor) -> tuple:
-        """``to_fields`` of the transpose, of which these are counts and indices."""
-        ragged = [x if isinstance(x, Tensor) else None for x in (self.kv_offsets, self.q_offsets)]
-        return (counts, indices, *ragged, self.kv_lengths, self.q_lengths, self.num_q_blocks, self.max_kv_length, self.max_q_length)
 
     def __repr__(self) -> str:
         """Sizes only; reads no values, so it does not synchronise."""

@@ -93,7 +93,7 @@ def errors(device: torch.device, dtype: torch.dtype, head_dim: int, slot: int, g
     pairs = [*zip(cudnn_forward(q, k, v, blocks, scale, False), (out, lse))]
     if backward:
         given = dout, dlse, q, k, v, out, lse, blocks
-        pairs += zip(cudnn_backward(*given, None, scale, False), triton.run_backward(*given, blocks.transpose(), scale, False, True))
+        pairs += zip(cudnn_backward(*given, scale, False), triton.run_backward(*given, scale, False, True))
     return {name: _furthest(*pair) for name, pair in zip(TENSORS, pairs)}
 
 

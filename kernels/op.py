@@ -11,14 +11,6 @@ from .operators import NAMESPACE, differentiate_by, on_device, watched
 from .routing import PatternFacts, Route, choose_route
 
 
-def transposed(blocks: BlockLists, kv_len: int) -> BlockLists:
-    """``blocks.transpose()``, with the number of key blocks that ``kv_len`` implies where it was left out."""
-    if blocks.num_kv_blocks is None:
-        blocks = BlockLists(blocks.counts, blocks.indices, blocks.q_offsets, blocks.kv_offsets, blocks.q_lengths,
-                            num_kv_blocks=-(-kv_len // blocks.max_kv_length), max_q_length=blocks.max_q_length)
-    return blocks.transpose()
-
-
 def route_of(impl: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: bool, deterministic: bool) -> Route:
     """``choose_route`` for these tensors. Forward and backward of a call ask with the same arguments and so get the same Route."""
     return choose_route(impl, q.device, q.dtype, q.shape[3], PatternFacts.of(blocks), heads=q.shape[1], kv_heads=k.shape[1], causal=causal,
@@ -37,13 +29,12 @@ class RecordedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, flipped: BlockLists | None, scale: float, causal: bool,
-        deterministic: bool, route: Route,
+        ctx, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, deterministic: bool, route: Route,
     ) -> tuple[Tensor, Tensor]:
         out, lse = run_forward(route, q, k, v, blocks, scale, causal)
         pattern = blocks.to_fields()
         # All are saved, so that writing to one of them before the backward is an error.
-        ctx.save_for_backward(q, k, v, out, lse, *pattern[:6], *((flipped.counts, flipped.indices) if flipped else (None, None)))
+        ctx.save_for_backward(q, k, v, out, lse, *pattern[:6])
         ctx.sizes, ctx.options = pattern[6:], (scale, causal, deterministic)
         ctx.route, ctx.known = route, blocks.known
         ctx.set_materialize_grads(False)
@@ -53,23 +44,22 @@ class RecordedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
-            return (None,) * 9
-        q, k, v, out, lse, *pattern, counts_t, indices_t = ctx.saved_tensors
+            return (None,) * 8
+        q, k, v, out, lse, *pattern = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         if watched(dout, q, k, v) or dlse is not None and watched(dlse):
-            grads = _backward(dout, dlse, q, k, v, out, lse, *pattern, *ctx.sizes, counts_t, indices_t, *ctx.options, ctx.route.name)
-            return *grads, *(None,) * 6
-        blocks = BlockLists.trusted(*pattern, *ctx.sizes, known=ctx.known)
-        flipped = None if counts_t is None or indices_t is None else BlockLists.trusted(*blocks.flipped_fields(counts_t, indices_t))
+            grads = _backward(dout, dlse, q, k, v, out, lse, *pattern, *ctx.sizes, *ctx.options, ctx.route.name)
+            return *grads, *(None,) * 5
+        blocks = BlockLists.from_fields(*pattern, *ctx.sizes, known=ctx.known)
         with on_device(q):
-            return *ctx.route.run_backward(dout, dlse, q, k, v, out, lse, blocks, flipped, *ctx.options), *(None,) * 6
+            return *ctx.route.run_backward(dout, dlse, q, k, v, out, lse, blocks, *ctx.options), *(None,) * 5
 
 
 @torch.library.custom_op(f"{NAMESPACE}::block_sparse_attention", mutates_args=())
 def attention_operator(
     q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None,
     q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None, max_q_length: int, max_kv_length: int,
-    counts_t: Tensor | None, indices_t: Tensor | None, scale: float, causal: bool, deterministic: bool, impl: str,
+    scale: float, causal: bool, deterministic: bool, impl: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse). ``impl`` is a route's name, or "auto" in a graph that was compiled before its GPU was known."""
     blocks = BlockLists.from_fields(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
@@ -86,17 +76,13 @@ def _(q, k, v, *_):
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, counts: Tensor, indices: Tensor,
     q_offsets: Tensor | None, kv_offsets: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None,
-    max_q_length: int, max_kv_length: int, counts_t: Tensor | None, indices_t: Tensor | None, scale: float, causal: bool,
-    deterministic: bool, impl: str,
+    max_q_length: int, max_kv_length: int, scale: float, causal: bool, deterministic: bool, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     blocks = BlockLists.from_fields(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
                                     max_kv_length)
-    flipped = None
-    if counts_t is not None and indices_t is not None:
-        flipped = BlockLists.from_fields(*blocks.flipped_fields(counts_t, indices_t))
     with on_device(q):
         route = route_of(impl, q, k, blocks, causal, deterministic)
-        return route.run_backward(dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, deterministic)
+        return route.run_backward(dout, dlse, q, k, v, out, lse, blocks, scale, causal, deterministic)
 
 
 differentiate_by(_backward, attention_operator)

@@ -46,7 +46,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float
 
 
 def reference_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
-                       flipped: BlockLists | None, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+                       scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) by the definition, without autograd, which does not record inside of an operator.
 
     out and lse may be of a softmax that goes on beyond these blocks, as every backward takes them: each row of the definition is then the

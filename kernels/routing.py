@@ -150,8 +150,8 @@ class Implementation:
         cannot: why it cannot run at all, or None.
         suits_not: why "auto" skips it although it could run, or None.
         gathered: the forward of key blocks too short for tiles, if it has one.
-        triton: whether its kernels are this package's own. Then its forward may write over q, its backward reads the transposed lists, and
-            compacted keys are as good as tiles to it.
+        triton: whether its kernels are this package's own. Then its forward may write over q, and compacted keys are
+            as good as tiles to it.
         deterministic: whether its backward takes that argument; others have only one order of summing, or refuse it.
         planned_backward: whether its backward over tiles of keys is a plan.
         backward_cannot: why the backward is another row's although the forward runs, or None.
@@ -233,13 +233,8 @@ class Route:
 
     @property
     def planned_backward(self) -> bool:
-        """Whether the backward can be a part of a plan, in which it transposes the lists by itself."""
+        """Whether the backward can be a part of a plan."""
         return self.backward.keys == "tiles" and _ROWS[self.backward.kernels].planned_backward
-
-    @property
-    def needs_transpose(self) -> bool:
-        """Whether the backward reads ``BlockLists.transpose()``."""
-        return self.backward.keys != "compacted" and _ROWS[self.backward.kernels].triton
 
     @property
     def takes_deterministic(self) -> bool:
@@ -275,11 +270,10 @@ class Route:
         return forward(q, k, v, blocks, scale, causal)
 
     def run_backward(self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                     blocks: BlockLists, flipped: BlockLists | None, scale: float, causal: bool, deterministic: bool
-                     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv), likewise; ``flipped`` is ``blocks.transpose()`` where ``needs_transpose``."""
+                     blocks: BlockLists, scale: float, causal: bool, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), likewise."""
         order = (deterministic,) if self.takes_deterministic else ()
-        return self.backward.load()(dout, dlse, q, k, v, out, lse, blocks, flipped, scale, causal, *order)
+        return self.backward.load()(dout, dlse, q, k, v, out, lse, blocks, scale, causal, *order)
 
     def __str__(self) -> str:
         keys = "" if self.forward.keys == "tiles" else f", keys {self.forward.keys}"

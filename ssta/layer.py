@@ -383,8 +383,7 @@ class Layer:
             dout, dlse, *of_tail = self._combine_backward(tape, rows.of_tokens(backend, dout))
         if dout.is_meta and not route.planned_backward:
             raise Unplanned("these kernels' backward is no part of a plan")
-        flipped = lists.transpose() if route.needs_transpose and not dout.is_meta else None
-        dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, flipped, spec.scale, False, spec.deterministic)
+        dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, spec.scale, False, spec.deterministic)
         dq = rows.to_slots(backend, dq)
         if of_tail is not None:
             dq, dk, dv = (x.add_(y) for x, y in zip((dq, dk, dv), of_tail))

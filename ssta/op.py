@@ -134,7 +134,7 @@ class _Recorded(torch.autograd.Function):
             ran = layer.run(query, key, value, text_mask, selection)
         # The lists are saved too, so that writing to them before the backward is an error.
         ctx.save_for_backward(query, key, value, *ran.held)
-        ctx.layer, ctx.find, ctx.planned, ctx.blocks = layer, ran.find, ran.planned, None
+        ctx.layer, ctx.find, ctx.planned = layer, ran.find, ran.planned
         kept.append(ran)
         return ran.out, *ran.means
 
@@ -151,8 +151,7 @@ class _Recorded(torch.autograd.Function):
             if grads is not None:
                 return *grads, None, None, None, None
         selection, _, tape = ctx.find(held)
-        # They know their transpose, for another backward.
-        blocks = ctx.blocks = ctx.blocks or selection.blocks
+        blocks = selection.blocks
         if seen:
             grads = _layer_backward(dout, query, key, value, blocks.counts, blocks.indices, blocks.kv_lengths, *(dmeans or (None,) * 3),
                                     *tape, ctx.layer.spec.text)

@@ -122,10 +122,7 @@ def fixed_tiles(tiles: TileLayout, kv_tiles: TileLayout, kernel_thw: tuple[int, 
                         num_kv_blocks=kv_tiles.num_tiles, max_q_length=tiles.max_tile_length, max_kv_length=kv_tiles.max_tile_length)
     blocks.covering(max(tiles.num_slots, kv_tiles.num_slots))
     every = BlockLists.from_mask(forced, 1, 1)
-    lists = blocks.relisted(every.counts, every.indices)
-    # A backward would make the transpose later and keep it on these lists, perhaps in the memory of a CUDA graph that is being captured.
-    lists.transpose()
-    return FixedTiles(tiles, kv_tiles, forced, blocks, window, lists)
+    return FixedTiles(tiles, kv_tiles, forced, blocks, window, blocks.relisted(every.counts, every.indices))
 
 
 class Left(NamedTuple):

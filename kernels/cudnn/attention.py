@@ -30,7 +30,7 @@ def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: fl
 
 def cudnn_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
-    flipped: BlockLists | None, scale: float, causal: bool,
+    scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), added up in no fixed order."""
     if not q.numel() or not k.numel():
@@ -40,8 +40,8 @@ def cudnn_backward(
         for i in range(len(q)):
             one = slice(i, i + 1)
             dq[one], dk[one], dv[one] = cudnn_backward(
-                dout[one], None if dlse is None else dlse[one], q[one], k[one], v[one], out[one], lse[one], _element(blocks, i), None,
-                scale, causal)
+                dout[one], None if dlse is None else dlse[one], q[one], k[one], v[one], out[one], lse[one], _element(blocks, i), scale,
+                causal)
         return dq, dk, dv
     q_, positive = _positive(q, scale)
     lists = _lists(q, k, blocks)

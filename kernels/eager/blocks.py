@@ -30,9 +30,9 @@ def torch_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: fl
 
 def torch_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
-    flipped: BlockLists | None, scale: float, causal: bool,
+    scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv). Recomputes the weights from lse. ``flipped`` is not needed here: the key gradients are scattered."""
+    """(dq, dk, dv). Recomputes the weights from lse."""
     dtype = compute_dtype(q)
     # The delta of Dao et al. 2022 (FlashAttention, appendix B.2), less the gradient that arrives through lse.
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)

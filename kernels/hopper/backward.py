@@ -27,7 +27,7 @@ from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, Tiles, fit
 from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks, tma_tiles
-from ..lowering.transposed import transposed_lists
+from ..lowering.transposed import transposed
 from .backward_iterator import Lists
 from .backward_partitions import Rows, announce_dq, compute_dk_dv, compute_dq, load, wait_turn
 from .backward_smem import Work
@@ -139,27 +139,24 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
 
 def hopper_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
-    flipped: BlockLists | None, scale: float, causal: bool, deterministic: bool,
+    scale: float, causal: bool, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); head_dim 64 or 128. ``flipped`` is ``blocks.transpose()``, or None: then it is made by the way.
+    """(dq, dk, dv); head_dim 64 or 128.
 
     With ``deterministic`` the programs add to dQ in one order (a semaphore), else when they come (non-deterministic dQ), and dQ's last bits
     differ from run to run, over key blocks of up to KEYS tokens those of dK and dV too. So dQ's may where a deterministic backward waited
     too long; ``spin_timeouts`` counts that.
     """
     listed = Listed.of(blocks, q_partition(blocks, q.shape[2]), kv_partition(blocks, k.shape[2]))
-    lists = transposed_lists(listed) if flipped is None else (flipped.counts.contiguous(), flipped.indices.contiguous())
-    dq, dk, dv = _backward((*map(chunks_ready, (q, k, v, dout)), strided(out), lse, dlse), (*lists, *listed.tensors), listed.fixed, scale,
-                           causal, deterministic)
+    dq, dk, dv = _backward((*map(chunks_ready, (q, k, v, dout)), strided(out), lse, dlse), listed.tensors, listed.fixed, scale, causal,
+                           deterministic)
     return dq, dk, dv
 
 
 def _write_backward(plan: Plan, xs: Sequence[Any], tensors: Sequence[Any], fixed: tuple, scale: float, causal: bool, deterministic: bool
                     ) -> None:
-    (q, k, v, dout, out, lse, dlse), (counts, indices, *lists) = xs, tensors
-    listed = Listed.planned(lists, fixed)
+    (q, k, v, dout, out, lse, dlse), listed = xs, Listed.planned(tensors, fixed)
     queries, keys = listed[2:]
-    flipped = Listed(counts, indices, keys, queries)
     (batch, heads, q_len, dim), (kv_heads, kv_len) = q.shape, k.shape[1:3]
     dq, dk, dv = (plan.result_like(x) for x in (q, k, v))
     if not q.numel() or not k.numel():
@@ -170,13 +167,14 @@ def _write_backward(plan: Plan, xs: Sequence[Any], tensors: Sequence[Any], fixed
     if deterministic:
         # Says in every call whether an earlier one waited too long.
         plan.call(partial(counter, plan.device))
+    flipped = transposed(listed)
     work = schedule(plan, flipped, batch, heads, kv_heads, programs, deterministic, shift if causal else None, dim)
     accum = backward_preprocess(plan, dout, dlse, out, lse, scale, queries, deterministic)
     # Where there is no order, anything else stands for what only an order needs.
     locks = timeouts = work.tiles
     if deterministic:
         locks, timeouts = lock_values(plan, work, listed, flipped, batch, heads, kv_heads), counter(plan.device)
-    numbers = (*[batch_tokens(x) or 0 for x in (k, v, q, dout, dk, dv)], *shared_strides(counts, heads), *queries.strides(heads),
+    numbers = (*[batch_tokens(x) or 0 for x in (k, v, q, dout, dk, dv)], *shared_strides(flipped.counts, heads), *queries.strides(heads),
                work.width, heads // kv_heads, heads, keys.number, -(-keys.length // KEYS), q_len, queries.length, accum.number,
                shift, work.number, work.tail)
     # Whether there are tiles or chunks of fewer tokens than the others.
@@ -190,8 +188,8 @@ def _write_backward(plan: Plan, xs: Sequence[Any], tensors: Sequence[Any], fixed
                 (*[Tiles(x, object(), partial(tma_chunks, rows=size)) if ragged else tma_tiles(x, size) for x, size in (
                     (k, KEYS), (v, KEYS), (q, QUERIES), (dout, QUERIES), (dk, KEYS // WARPGROUPS), (dv, KEYS // WARPGROUPS))],
                  Tiles(accum.lse_dpsum, ("lse and dpsum", accum.lse_dpsum.shape), _lse_dpsum_desc)),
-                (accum.dq_semaphore if deterministic else work.tiles, timeouts, work.tiles, counts, indices, locks,
-                 work.skipped if causal else work.tiles, *[counts if x is None else x for x in queries.tensors], accum.dq_accum),
+                (accum.dq_semaphore if deterministic else work.tiles, timeouts, work.tiles, flipped.counts, flipped.indices, locks,
+                 work.skipped if causal else work.tiles, *[flipped.counts if x is None else x for x in queries.tensors], accum.dq_accum),
                 (*numbers, scale * LOG2E, scale), kinds, dict(**OPTIONS, launch_cooperative_grid=deterministic))
     if not queries.covers:
         plan.call(Tensor.zero_, dq)

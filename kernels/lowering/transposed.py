@@ -48,10 +48,10 @@ def _columns_kernel(pairs, counts, indices, rows, items, ROWS: tl.constexpr, ITE
     tl.store(counts + to, count, mask=inside)
 
 
-def transposed_lists(listed: Listed) -> tuple[Tensor, Tensor]:
-    """(counts, indices) of ``BlockLists.transpose()``, ids ascending; nothing is written past the counts."""
+def transposed(listed: Listed) -> Listed:
+    """For each item the rows that list it, ids ascending; nothing is written past the counts."""
     counts, indices = _transposed((), (listed.counts, listed.indices), listed.items.number)
-    return counts, indices
+    return Listed(counts, indices, listed.items, listed.rows)
 
 
 def _write(plan: Plan, xs: Sequence[Tensor], lists: Sequence[Tensor], items: int) -> None:

@@ -30,6 +30,7 @@ from ..lowering.primitives import (
     visible_keys,
 )
 from ..lowering.quick_launch import FUSED
+from ..lowering.transposed import transposed
 from .config import LaunchConfig, dkv_config, dq_config
 
 DELTA_ROWS = 64
@@ -182,10 +183,10 @@ def _dkv_kernel(k, v, q, dout, q_tiles, do_tiles, lse2, delta, chunks, bounds, d
 
 
 def triton_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists, flipped: BlockLists,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
     scale: float, causal: bool, configs: tuple[LaunchConfig, LaunchConfig] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv). ``flipped`` is ``blocks.transpose()``; ``configs`` (dq's, dkv's) override the launch table."""
+    """(dq, dk, dv). ``configs`` (dq's, dkv's) override the launch table."""
     q, k, v, dout = map(strided, (q, k, v, dout))
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
@@ -208,7 +209,8 @@ def triton_backward(
         view(out), do_view, None if dlse is None else view(dlse), lse, delta, lse2, heads, q_len,
         M=DELTA_ROWS, DIM=dim, DIM_PAD=dim_pad, **FUSED)
 
-    chunks = chunk_lists(Listed.of(blocks, q_blocks, kv_blocks), heads, for_dq.block_n, shift)
+    listed = Listed.of(blocks, q_blocks, kv_blocks)
+    chunks = chunk_lists(listed, heads, for_dq.block_n, shift)
     parts = triton.cdiv(q_blocks.length, for_dq.block_m)
     k_tiles, v_tiles = (descriptor(x, for_dq.block_n, dim_pad) for x in (k, v))
     _dq_kernel[(q_blocks.number * parts, batch * heads)](
@@ -216,7 +218,7 @@ def triton_backward(
         heads, heads // kv_heads, kv_len - q_len, scale * LOG2E, scale, PARTS=parts, M=for_dq.block_m, N=for_dq.block_n,
         **shape, **for_dq.options())
 
-    chunks = chunk_lists(Listed.of(flipped, kv_blocks, q_blocks), heads, for_dkv.block_m, shift, rows_are_queries=False)
+    chunks = chunk_lists(transposed(listed), heads, for_dkv.block_m, shift, rows_are_queries=False)
     parts = triton.cdiv(kv_blocks.length, for_dkv.block_n)
     q_tiles, do_tiles = (descriptor(x, for_dkv.block_m, dim_pad) for x in (q, dout))
     _dkv_kernel[(kv_blocks.number * parts, batch * kv_heads)](

@@ -151,11 +151,11 @@ def compacted_forward(
 
 def compacted_backward(
     differentiate: Callable, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    blocks: BlockLists, flipped: BlockLists | None, scale: float, causal: bool, *order: bool,
+    blocks: BlockLists, scale: float, causal: bool, *order: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv). ``differentiate`` is the backward of an implementation that reads tiles, and ``order`` what it alone takes.
 
-    ``flipped`` is not needed. Copies and their gradients take twice COMPACTED_BYTES, the sums of dk and dv as much again as k and v.
+    Copies and their gradients take twice COMPACTED_BYTES, the sums of dk and dv as much again as k and v.
     """
     assert not causal, "copies have lost their positions"
     if q.numel() == 0 or k.numel() == 0:
@@ -166,10 +166,9 @@ def compacted_backward(
     for part in _parts(q, k, blocks):
         keys, values, bounds, places = _compact(part, k, v, blocks, inverse=True)
         lists = _one_block_each(part, bounds, keys.shape[2])
-        lists_t = BlockLists(lists.counts, lists.indices, lists.kv_offsets, lists.q_offsets, num_kv_blocks=1, max_q_length=keys.shape[2])
         part_dq, dkeys, dvalues = differentiate(
             part.rows(dout), None if dlse is None else part.rows(dlse), part.rows(q), keys, values, part.rows(out),
-            part.rows(lse).contiguous(), lists, lists_t, scale, False, *order)
+            part.rows(lse).contiguous(), lists, scale, False, *order)
         part.rows(dq).copy_(part_dq)
         share = _copy_heads(k, blocks) // kv_heads
         first, last = part.first_head // share, (part.first_head + part.heads - 1) // share

@@ -136,7 +136,7 @@ def test_operator_registration():
 
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 40, 48, 16, dtype=torch.float32))
     blocks = BlockLists.from_mask(torch.rand(2, 3, 3) < 0.6, 16, 16)
-    torch.library.opcheck(attention_operator, (q, k, v, *blocks.to_fields(), None, None, 0.25, False, True, "torch"))
+    torch.library.opcheck(attention_operator, (q, k, v, *blocks.to_fields(), 0.25, False, True, "torch"))
 
 
 @pytest.mark.parametrize("impl", ["triton", pytest.param("hopper", marks=pytest.mark.gpu)])

@@ -38,7 +38,7 @@ needs_package = pytest.mark.skipif(_missing(), reason=f"{package.PACKAGE} is not
 
 def attention(blocks, scale, route=DIRECT):
     pytest.importorskip("triton")
-    return lambda q, k, v: RecordedAttention.apply(q, k, v, blocks, None, scale, False, False, route)
+    return lambda q, k, v: RecordedAttention.apply(q, k, v, blocks, scale, False, False, route)
 
 
 def of_own_keys(blocks, heads, kv_heads, *rest):
@@ -189,7 +189,6 @@ def test_whose_backward_runs(changed, reason, route):
     assert taken.name == "cudnn" and taken.rejected[0][0] == "hopper"
     assert "'cudnn': nvidia-cudnn-frontend 1.32.0, its self-check passed" in taken.explain()
     assert taken.backward.kernels == ("cudnn" if reason is None else "triton") and not taken.in_place and not taken.takes_deterministic
-    assert taken.needs_transpose == (reason is not None)
     assert [of for of, _ in taken.backward_rejected] == ([] if reason is None else ["cudnn"])
     if reason:
         assert taken.backward_rejected[0][1].endswith(reason)

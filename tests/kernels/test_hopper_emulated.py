@@ -15,7 +15,6 @@ import ssta.kernels
 from ssta.kernels import BlockLists, notices
 from ssta.kernels.hopper import spin_timeouts
 from ssta.kernels.hopper.config import HopperForwardConfig
-from ssta.kernels.op import transposed
 from ssta.kernels.reference import reference_attention
 
 pytestmark = [pytest.mark.slow,
@@ -268,7 +267,7 @@ def test_blocks_a_little_shorter_than_a_step(lengths, dim, speed, every_row_fail
 def gradients(q, k, v, blocks, deterministic, late, dout, dlse, causal=False):
     """(dq, dk, dv) of the kernel."""
     out, lse = reference_attention(q, k, v, blocks, 0.125, causal)
-    return run("backward", dout, dlse, q, k, v, out, lse, blocks, transposed(blocks, k.shape[2]), 0.125, causal, deterministic, late=late)
+    return run("backward", dout, dlse, q, k, v, out, lse, blocks, 0.125, causal, deterministic, late=late)
 
 
 def assert_right_gradients(q, k, v, blocks, deterministic, late, causal=False):
@@ -343,7 +342,7 @@ def test_compacted_keys(late):
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     attend = partial(reference_attention, blocks=blocks, scale=0.125, causal=False)
     exact = attention_with_gradients(attend, *(x.double() for x in (q, k, v)), dout, dlse)
-    grads = compacted_backward(partial(run, "backward", late=late), dout, dlse, q, k, v, out, lse, blocks, None, 0.125, False, True)
+    grads = compacted_backward(partial(run, "backward", late=late), dout, dlse, q, k, v, out, lse, blocks, 0.125, False, True)
     torch.testing.assert_close(lse.double(), exact[1], rtol=1e-4, atol=1e-4)
     for got, right in zip((out, *grads), (exact[0], *exact[2:])):
         torch.testing.assert_close(got.double(), right, rtol=5e-3, atol=5e-3)

@@ -187,8 +187,7 @@ def test_keys_that_are_kept_and_the_others_have_the_gradients_of_all(device, dty
     with torch.no_grad():
         merged = merge_attention(*zip(*(block_sparse_attention(q, k, v, part, return_lse=True) for part in parts)))
         route = choose_route("auto", q.device, dtype, 16, PatternFacts.of(blocks), heads=4, kv_heads=2)
-        grads = [route.run_backward(dout, None, q, k, v, *merged, part, part.transpose() if route.needs_transpose else None, scale, False,
-                                    True) for part in parts]
+        grads = [route.run_backward(dout, None, q, k, v, *merged, part, scale, False, True) for part in parts]
     allowed = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(merged, (out, lse), rtol=0, atol=allowed)
     for got, want in zip((x + y for x, y in zip(*grads)), expected):
@@ -202,6 +201,6 @@ def test_the_specification_differentiates_part_of_a_softmax():
     blocks = BlockLists.from_mask(torch.tensor([[True, False], [False, False]]), 4, 4)
     q, k, v, dout = torch.randn(4, 1, 1, 8, 4, dtype=torch.float64)
     _, lse = reference_attention(q, k, v, blocks, 0.5, False)
-    given = dout, None, q, k, v, torch.randn_like(q), torch.logaddexp(lse, torch.randn_like(lse)), blocks, None, 0.5, False
+    given = dout, None, q, k, v, torch.randn_like(q), torch.logaddexp(lse, torch.randn_like(lse)), blocks, 0.5, False
     for mine, plain in zip(reference_backward(*given), choose_route("torch", q.device, q.dtype, 4).run_backward(*given, True)):
         torch.testing.assert_close(mine, plain)

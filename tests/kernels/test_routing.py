@@ -82,12 +82,11 @@ def test_what_a_route_needs(monkeypatch):
     on_hopper(monkeypatch)
     hopper, triton, torch_, reference = (choose_route(impl, GPU, torch.float16, 64) for impl in ("hopper", "triton", "torch", "reference"))
     assert (hopper.in_place, triton.in_place, torch_.in_place, reference.in_place) == (True, True, False, False)
-    assert (hopper.needs_transpose, torch_.needs_transpose, reference.needs_transpose) == (True, False, False)
     assert (hopper.takes_deterministic, triton.takes_deterministic) == (True, False)
     short = choose_route("hopper", GPU, torch.float16, 64, LONG_BLOCKS._replace(max_kv_length=64))
     assert not short.takes_deterministic, "its backward is the portable one"
     compacted = choose_route("auto", GPU, torch.float16, 64, SHORT_KEYS, heads=16, kv_heads=2)
-    assert not compacted.needs_transpose and not compacted.in_place and compacted.takes_deterministic
+    assert not compacted.in_place and compacted.takes_deterministic
 
 
 @pytest.mark.parametrize("impl, device, dtype, dim, message", [

@@ -84,7 +84,7 @@ def attend(dim: int, dtype: torch.dtype, q_block: int, kv_block: int, causal: bo
     if not backward:
         forward(q, k, v, blocks, 1.0, causal)
         return
-    given = dout, None, q, k, v, q, torch.zeros(1, 2, q.shape[2]), blocks, blocks.transpose(), 1.0, causal
+    given = dout, None, q, k, v, q, torch.zeros(1, 2, q.shape[2]), blocks, 1.0, causal
     differentiate(*given, *([deterministic] if hopper else []))
 
 
