@@ -33,7 +33,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
                "!*/ranking.py"),
     "tokens": ("kernels/*", "!kernels/hopper/*", "!kernels/prologue/*", "!*tail*", "!kernels/interfaces/fl*",
                "!kernels/interfaces/m[ai]*", "!kernels/reference.py", "!kernels/backend.py", "!*/moves.py", "!*/ranking.py"),
-    "interfaces": (*_BLOCKS, "kernels/portable/*", "kernels/interfaces/*", "!*native_sparse*", "!*seer*", "!*token_*", "!*tail*"),
+    "interfaces": (*_BLOCKS, "kernels/portable/*", "kernels/interfaces/*", "!*native_sparse*", "!*token_*", "!*tail*"),
     "layer": _LAYER, "grid": _LAYER, "host": _LAYER, "streaming": _LAYER, "rollout": _LAYER,
     "vsa": (*_LAYER, "ssta/trained/*"),
     "pipeline": _STEP, "recipe": _STEP, "quality": _STEP, "fine_tune": _STEP, "gate": _STEP, "few_steps": _STEP, "few_fine_tune": _STEP,

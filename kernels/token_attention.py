@@ -14,7 +14,7 @@ from torch import Tensor
 from .checks import resolve_scale, without_autocast
 from .operators import NAMESPACE, differentiate_by, refuse_forward_mode, watched
 from .routing import choose_token_impl
-from .token_lists import KeyLists, PaddedCache, TokenLists
+from .token_lists import KeyLists, TokenLists
 
 
 def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale: float | None = None, impl: str = "auto"
@@ -25,7 +25,7 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
         q: ``[T, Hq, D]``, checked by ``check_token_inputs``, as k and v are.
         k: ``[R, Hkv, D]``; query head h reads head h // (Hq / Hkv).
         v: ``[R, Hkv, Dv]``.
-        lists: made by ``lists_from_ids`` or ``lists_from_mask``.
+        lists: made by ``lists_from_ids``.
         scale: factor on the scores, positive; default 1 / sqrt(D).
         impl: "auto", "torch" or "triton", as ``choose_token_impl`` reads it.
 
@@ -33,21 +33,20 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
         out ``[T, Hq, Dv]`` in q's dtype and lse float32 ``[T, Hq]`` (float64 for float64 inputs), natural logarithm. A token that attends
         to nothing gives out = 0, lse = -inf and zero gradients.
 
-    Differentiable in q, k and v, also through lse, where the lists have ``invert``. Same inputs, same bits. Never waits for a GPU.
+    Differentiable in q, k and v, also through lse. Same inputs, same bits. Never waits for a GPU.
     """
     scale = resolve_scale(scale, q.shape[-1])
     impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
     refuse_forward_mode(q=q, k=k, v=v)
     inverse = None
     if impl == "triton" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        assert lists.invert is not None, "no gradient through these lists"
+        assert lists.invert is not None, "lists_from_ids made them"
         inverse = lists.invert()
     elif not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) or watched(q, k, v)):
-        # The operator would cost more than a step of decoding.
+        # The operator would cost more than a call of few tokens.
         return _run(q, k, v, lists, scale, impl)
     keys = (None,) * 5 if inverse is None else (inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts, inverse.counts)
-    cache = None if lists.cache is None else list(map(int, lists.cache))
-    return _forward(q, k, v, lists.ids, lists.counts, lists.spans, lists.full, *keys, cache, lists.block_size, scale, impl)
+    return _forward(q, k, v, lists.ids, lists.counts, lists.spans, lists.full, *keys, lists.block_size, scale, impl)
 
 
 @lru_cache
@@ -72,12 +71,10 @@ def _run(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float, impl:
 
 @torch.library.custom_op(f"{NAMESPACE}::token_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, counts: Tensor | None, spans: Tensor, full: Tensor | None, starts: Tensor | None,
-    sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None, key_counts: Tensor | None, cache: list[int] | None,
-    block_size: int, scale: float, impl: str,
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, counts: Tensor, spans: Tensor, full: Tensor | None, starts: Tensor | None,
+    sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None, key_counts: Tensor | None, block_size: int, scale: float, impl: str,
 ) -> tuple[Tensor, Tensor]:
-    padded = None if cache is None else PaddedCache(cache[0], cache[1], bool(cache[2]))
-    return _run(q, k, v, TokenLists(ids, counts, spans, block_size, full=full, cache=padded), scale, impl)
+    return _run(q, k, v, TokenLists(ids, counts, spans, block_size, full=full), scale, impl)
 
 
 @_forward.register_fake
@@ -90,9 +87,8 @@ def _(q, k, v, *_):
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ids: Tensor, counts: Tensor,
     spans: Tensor, full: Tensor | None, starts: Tensor | None, sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None,
-    key_counts: Tensor | None, cache: list[int] | None, block_size: int, scale: float, impl: str,
+    key_counts: Tensor | None, block_size: int, scale: float, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    assert cache is None, "no gradient through a cache"
     # All five are given, or none.
     inverse = None if starts is None else KeyLists(starts, sizes, tokens, firsts, key_counts)  # type: ignore[arg-type]
     lists = TokenLists(ids, counts, spans, block_size, full=full)

@@ -61,17 +61,17 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists) -> Iterator[tuple
     """(query tokens, rows of k int64 [G, Hkv, n], which of them are seen, bool) of some tokens at a time."""
     tokens, size = q.shape[0], lists.block_size
     capacity = lists.ids.shape[2]
-    if q.device.type == "cpu" and lists.counts is not None and lists.full is None and lists.counts.numel():
+    if q.device.type == "cpu" and lists.full is None and lists.counts.numel():
         # Reading it costs nothing where there is no device to wait for.
         capacity = min(capacity, int(lists.counts.max()))
     if not (tokens and k.numel() and capacity > 0):
         return
     within = torch.arange(size, device=q.device)
-    used, spans = lists.used(), lists.token_spans()
+    used = lists.used()
     at_once = max(1, GATHER_ELEMENTS // (k.shape[1] * capacity * size * max(k.shape[2], v.shape[2])))
     for first in range(0, tokens, at_once):
         some = slice(first, first + at_once)
-        origin, low, high = spans[some, :, None, None].long().unbind(1)
+        origin, low, high = lists.spans[some, :, None, None].long().unbind(1)
         ids = lists.ids[some, :, :capacity].long()
         known = used[some, :, :capacity] & (ids >= 0)
         keys = (ids[..., None] * size + within).flatten(2)

@@ -124,18 +124,16 @@ def gathered_config(head_dim: int, q_block: int, causal: bool, limits: DeviceLim
 # Times of the next two: one H200, Triton 3.6, bfloat16, head_dim 128, 65,536 tokens, 64 query heads on 4, blocks of 64, 16 for a token.
 
 
-def token_config(group: int, head_dim: int, v_head_dim: int, limits: DeviceLimits, tiles: bool) -> LaunchConfig:
-    """The one of the kernels for lists of one query token: ``block_m`` holds the query heads of a key/value head. ``tiles``: blocks come
-    as tiles of keys, not key by key.
+def token_config(group: int, head_dim: int, v_head_dim: int, limits: DeviceLimits) -> LaunchConfig:
+    """The one of the kernels for lists of one query token: ``block_m`` holds the query heads of a key/value head.
 
     Tiles through TMA: 32 keys, 2 warps and two copies take 16.3 ms forward; 64 keys 16.9 with 2 warps and 17.0 with 4; 32 keys with 4
-    warps 22. Two copies are those of three stages: a quarter of the tokens takes 1.99 ms, in four stages 2.14, in five 2.70. Key by key: in
-    a step of decoding (batch 16, 32,768 keys, every tenth block, 32 heads on 8) 64 keys with 4 warps in three stages take 0.062 ms, in five
-    0.080; 32 keys 0.063. Fewer than 16 rows cannot be multiplied by the tensor cores.
+    warps 22. Two copies are those of three stages: a quarter of the tokens takes 1.99 ms, in four stages 2.14, in five 2.70. Fewer than 16
+    rows cannot be multiplied by the tensor cores.
     """
     m = max(16, 1 << (group - 1).bit_length())
     wide = _padded(head_dim) + _padded(v_head_dim) > 256
-    if tiles and limits.tma and m <= 32 and not wide:
+    if limits.tma and m <= 32 and not wide:
         return LaunchConfig(m, 32, 2, 3)
     return LaunchConfig(m, 32 if wide else 64, 8 if m >= 128 else 4, 3)
 
@@ -148,15 +146,6 @@ def token_dkv_config(head_dim: int, v_head_dim: int, block_size: int) -> LaunchC
     """
     keys = 64 if _padded(head_dim) + _padded(v_head_dim) <= 256 and block_size > 32 else min(_step(block_size, 64), 32)
     return LaunchConfig(32, keys, 4, 3 if keys == 64 else 2)
-
-
-def token_splits(programs: int, steps: int, multiprocessors: int) -> int:
-    """How many programs share one list of at most ``steps`` steps, given how many ``programs`` there are without sharing.
-
-    Four programs a multiprocessor are in flight; a program keeps at least two steps, and a power of two keeps the kernels few.
-    """
-    wanted = min(4 * multiprocessors // max(programs, 1), steps // 2, 64)
-    return 1 << (max(wanted, 1).bit_length() - 1)
 
 
 def _best(kernel: str, head_dim: int, limits: DeviceLimits) -> LaunchConfig:
