@@ -14,7 +14,6 @@ from ..patch.rope import apply_rope_of_halves
 from ..patch.streams import Stream, later
 from ..ranks.after_gather import shared_gradients
 from ..ranks.split import Split, gathered, split, split_outputs
-from ..schedule.progress import read
 
 
 class CosmosSSTAProcessor(SSTAProcessor):
@@ -46,19 +45,10 @@ class CosmosSSTAProcessor(SSTAProcessor):
         return attn.to_out[1](attn.to_out[0](self.attend(query, key, value, layout).flatten(2, 3)))
 
 
-def _noise(timestep: Tensor | float) -> float:
-    """The transformers of Cosmos 2 and 2.5 are called with the noise level itself."""
-    level = read(timestep)
-    if level > 1:
-        raise ValueError(f"schedule's dense_above must be None in Cosmos' pipelines, whose schedulers' timesteps are no noise levels, got "
-                         f"a timestep of {level}; dense_steps counts steps there")
-    return level
-
-
 _SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1", stock=CosmosAttnProcessor2_0, replacement=CosmosSSTAProcessor)
 # Conditioned frames have a timestep of their own, so that modulations are the tokens', also after the last block.
 _OF_TOKENS = ("embedded_timestep", "temb", "extra_pos_emb", "controlnet_residual")
 _PLAN = {"rope": split_outputs(2, 0), "transformer_blocks.0": {"hidden_states": split()},
          "transformer_blocks.*": {name: split() for name in _OF_TOKENS}, "transformer_blocks.-1": gathered()}
-COSMOS = Family("CosmosTransformer3DModel", _SITES, from_bcfhw, noise=_noise,
+COSMOS = Family("CosmosTransformer3DModel", _SITES, from_bcfhw,
                 split=Split(_PLAN, ("transformer_blocks.*.attn2",), hooks=partial(shared_gradients, gather="transformer_blocks")))

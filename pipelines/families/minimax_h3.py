@@ -59,11 +59,6 @@ def _canvas(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, i
     return from_coordinates(points, lambda: points)
 
 
-def _noise(timestep: Tensor | float) -> Tensor | float:
-    """MiniMax-H3's time runs from noise at 0 to the video at 1; conditions are further on than the video."""
-    return 1 - timestep
-
-
 def _tokens(arguments: Mapping[str, Any], grids: int) -> int:
     tokens: int = arguments["position_ids"].shape[0]
     return tokens
@@ -78,5 +73,5 @@ def _before(model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int, int,
 
 _SITES = partial(stack_sites, stack="transformer_blocks", attention="attn", stock=MiniMaxH3AttnProcessor,
                  replacement=MiniMaxH3SSTAProcessor)
-MINIMAX_H3 = Family("MiniMaxH3Transformer3DModel", _SITES, _canvas, noise=_noise, before=_before,
+MINIMAX_H3 = Family("MiniMaxH3Transformer3DModel", _SITES, _canvas, before=_before,
                     split=Split(stock_plan, ("token_refiner.refiner_blocks.*.attn",), _tokens, stock=True))

@@ -34,11 +34,6 @@ class MochiSSTAProcessor(JointSSTAProcessor):
         return super().__call__(attn, hidden_states, encoder_hidden_states, valid, image_rotary_emb)
 
 
-def _noise(timestep: Tensor | float) -> Tensor | float:
-    """Mochi's time runs from noise at 0 to the video at 1000."""
-    return 1 - timestep / 1000
-
-
 _SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1", stock=MochiAttnProcessor2_0, replacement=MochiSSTAProcessor)
 _PLAN = {"rope": split_outputs(3, 0), "transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
-MOCHI = Family("MochiTransformer3DModel", _SITES, from_bcfhw, noise=_noise, split=Split(_PLAN))
+MOCHI = Family("MochiTransformer3DModel", _SITES, from_bcfhw, split=Split(_PLAN))

@@ -57,9 +57,7 @@ def apply_ssta(
             ``"4 steps"``, for every family's densely trained weights (``pipelines/schedule/presets.py`` has their settings and reasons);
             or one for weights that were trained with SSTA: ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5,
             which has nothing dense.
-        scheduler: the diffusers scheduler that counts the steps; default the pipeline's, also if it is exchanged later. A transformer
-            without one knows the noise level alone (``Schedule.dense_above``), and reading it synchronises with the device once in each
-            forward.
+        scheduler: the diffusers scheduler that counts the steps; default the pipeline's, also if it is exchanged later.
         impl: which kernel runs: "auto", or a name that ``block_sparse_attention`` takes. Whether it can run is checked when attention does,
             for a model may still move to another device; so a model on the meta device is taken too.
         check_ranks: on several ranks, compare canvas, step, settings and inputs of all of them at the beginning of each generation, and
@@ -257,4 +255,4 @@ def require_counter(schedule: Schedule, progress: Progress) -> None:
     """Refuses a schedule that counts steps where nothing counts them."""
     if progress.scheduler is None and schedule.counts_steps:
         raise ValueError(f"schedule must not count steps without a scheduler, got dense_steps = {schedule.dense_steps}, densities = "
-                         f"{schedule.densities}; apply SSTA to the pipeline, give its scheduler, or use dense_above")
+                         f"{schedule.densities}; apply SSTA to the pipeline, or give its scheduler")

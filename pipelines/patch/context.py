@@ -16,7 +16,7 @@ from ssta import SSTAConfig, TokenLayout
 from ssta.kernels.notices import warn_once
 
 from ..ranks.parallel import Parallelism, agree
-from ..schedule.progress import Generation, Progress, Step, read
+from ..schedule.progress import Generation, Progress, Step
 from ..schedule.schedule import Schedule
 from .call import CallState
 from .family import Family
@@ -160,11 +160,10 @@ class ModelContext:
         before = () if self.family.before is None else self.family.before(model, arguments, thw)
         ranks = self.parallel.ranks(model, arguments, thw, sum([segment.length for segment in before]))
         state = CallState(thw, self.wholly_dense or getattr(self._calls, "densely", False), ranks, before)
-        if schedule.follows_steps and torch.compiler.is_exporting():
+        if schedule.counts_steps and torch.compiler.is_exporting():
             raise ValueError("schedule must not follow the steps under torch.export, which keeps the steps of one call, got "
-                             f"dense_steps = {schedule.dense_steps}, dense_above = {schedule.dense_above}, densities = "
-                             f"{schedule.densities}; apply SSTA with Schedule()")
-        if schedule.follows_steps or not torch.compiler.is_compiling():
+                             f"dense_steps = {schedule.dense_steps}, densities = {schedule.densities}; apply SSTA with Schedule()")
+        if schedule.counts_steps or not torch.compiler.is_compiling():
             dense, density = self._follow(arguments, state)
             state = state._replace(dense_step=dense, density=density)
         self._calls.state = self._latest = state
@@ -191,8 +190,7 @@ class ModelContext:
         self._calls.forward = None
         if getattr(self._calls, "densely", False):
             return True, None
-        timestep = arguments.get("timestep")
-        step = self._progress.step(timestep)
+        step = self._progress.step(arguments.get("timestep"))
         if self.check_ranks and state.ranks is not None and (step is None or self._count.begins(step)):
             at = "unknown" if step is None else f"{step.position} of {step.total}"
             agree(state.ranks, arguments, canvas=state.thw, step=at, config=self.config, schedule=schedule)
@@ -205,22 +203,10 @@ class ModelContext:
             warn_once(f"steps of {self.family.model}", f"schedule has densities = {schedule.densities}, dense_steps = "
                       f"{schedule.dense_steps}, but nothing says which step this forward of {self.family.model} is: neither its timestep, "
                       f"nor a pipeline, nor {type(self._progress.scheduler).__name__}; they do nothing for it. Call it from the pipeline "
-                      "that SSTA was applied to, or use a schedule that goes by the noise level")
-        if schedule.dense_above is not None:
-            dense = dense or self._noise(step, timestep) > schedule.dense_above
+                      "that SSTA was applied to")
         with self._counting:
             self._forwards += 1
             self._calls.forward = self._forwards
             self._count.add(dense, *((None, -1) if step is None else (step.generation, step.position)))
         self.stopwatch.start(next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu")))
         return dense, density
-
-    def _noise(self, step: Step | None, timestep: Tensor | float | None) -> float:
-        """The noise level of a forward: by its step where that is known, else by its timestep."""
-        if step is not None:
-            return float(self.family.noise(self._progress.timestep(step)))
-        if timestep is None:
-            raise ValueError(f"{self.family.model} must be called with a timestep for schedule's dense_above, got none")
-        if isinstance(timestep, bool) or not isinstance(timestep, (Tensor, int, float)):
-            raise TypeError(f"timestep must be a tensor or a number for schedule's dense_above, got {type(timestep).__name__}")
-        return read(self.family.noise(timestep))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import diffusers
-from torch import Tensor, nn
+from torch import nn
 
 from ssta import DenseRun, SSTAConfig, VideoGrid
 
@@ -16,11 +16,6 @@ from ..families import PLACES, REFUSED
 from ..ranks.split import Split
 from ..schedule.defaults import first_layer_dense, small_tiles
 from ..schedule.schedule import Schedule
-
-
-def thousandth(timestep: Tensor | float) -> Tensor | float:
-    """The noise level of timesteps that go from 1000 down to 0."""
-    return timestep / 1000
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,6 @@ class Family:
             every forward, so it looks at shapes and numbers, not at a tensor's values, which lie on the device.
         default_config: makes the configuration when the user gives none.
         default_schedule: makes the schedule when the user gives none.
-        noise: ``noise(timestep)`` is the noise level in [0, 1] of a timestep, from the scheduler or from the forward's ``timestep``.
         presets: ``{name: f}``, where ``f()`` is the configuration and the schedule for weights that were trained with SSTA;
             ``apply_ssta(preset=name)`` takes them.
         split: how it runs on several ranks; None = it does not.
@@ -119,14 +113,13 @@ class Family:
     canvas: Callable[[nn.Module, Mapping[str, Any]], tuple[int, int, int]]
     default_config: Callable[[], SSTAConfig] = small_tiles
     default_schedule: Callable[[], Schedule] = first_layer_dense
-    noise: Callable[[Tensor | float], Tensor | float] = thousandth
     presets: Mapping[str, Callable[[], tuple[SSTAConfig, Schedule]]] = field(default_factory=dict, hash=False)
     split: Split | None = None
     before: Callable[[nn.Module, Mapping[str, Any], tuple[int, int, int]], tuple[VideoGrid | DenseRun, ...]] | None = None
 
     def __post_init__(self) -> None:
         _require_name("Family.model", self.model)
-        for name in ("sites", "canvas", "default_config", "default_schedule", "noise"):
+        for name in ("sites", "canvas", "default_config", "default_schedule"):
             _require_function(f"Family.{name}", getattr(self, name))
         if self.before is not None:
             _require_function("Family.before", self.before)

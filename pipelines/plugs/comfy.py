@@ -48,9 +48,9 @@ def patch_model(model: Any, config: SSTAConfig | None = None, schedule: Schedule
         model: ComfyUI's ModelPatcher of a Wan, HunyuanVideo, HunyuanVideo 1.5 or LTX model. One that has SSTA gets it anew.
         config: what is attended to, as a whole; None = the default: tiles of 128 tokens, 15 % of their pairs exactly, the rest estimated
             in two parts each.
-        schedule: ``dense_steps``, ``dense_above``, ``dense_layers`` and ``layer_configs``, whose layers are the model's blocks in the order
-            in which they run; None = the first block dense. The steps are those that a sampler runs: of a
-            generation that is split among two samplers each has its own.
+        schedule: ``dense_steps``, ``dense_layers`` and ``layer_configs``, whose layers are the model's blocks in the order in which they
+            run; None = the first block dense. The steps are those that a sampler runs: of a generation that is split among two samplers
+            each has its own.
         changes: fields of ``SSTAConfig`` that change the default, such as ``density=0.2``, as in ``apply_ssta``.
 
     Raises:
@@ -179,20 +179,18 @@ class ComfyPatch:
     def _step(self, t: Tensor, options: Mapping[str, Any]) -> _Denseness:
         """The forward's step. Where the schedule asks for it, reads the noise level, once a forward, which waits for the device."""
         schedule, sigmas = self.schedule, options.get("sample_sigmas")
-        if not schedule.follows_steps:
+        if not schedule.counts_steps:
             return _Denseness(False)
-        sigma = float(t.flatten()[0])
-        dense = schedule.dense_above is not None and sigma > schedule.dense_above
         if sigmas is None:
-            if schedule.dense_steps:
-                _say(f"which step of {self.known.name} it is cannot be found without sample_sigmas: the first steps are not dense")
-            return _Denseness(dense)
+            _say(f"which step of {self.known.name} it is cannot be found without sample_sigmas: the first steps are not dense")
+            return _Denseness(False)
         if self._sigmas is None or self._sigmas[0] is not sigmas:
             self._sigmas = (sigmas, sigmas.tolist())
         # The last one is where the sampler ends; the model is not asked there.
         levels = self._sigmas[1][:-1] or self._sigmas[1]
+        sigma = float(t.flatten()[0])
         index = min(range(len(levels)), key=lambda i: abs(levels[i] - sigma))
-        dense = dense or schedule.is_dense_step(index, len(levels))
+        dense = schedule.is_dense_step(index, len(levels))
         self.steps.add(index)
         if dense:
             self.dense_steps.add(index)

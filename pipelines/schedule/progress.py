@@ -6,7 +6,6 @@ import threading
 import weakref
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -45,8 +44,6 @@ class Progress:
         self._pipeline = None if pipeline is None else weakref.ref(pipeline)
         self._given = scheduler
         self._scheduler = scheduler if pipeline is None or scheduler is not None else getattr(pipeline, "scheduler", None)
-        # The timesteps read last, and the tensor they were read from.
-        self._read: tuple[Tensor, list[float]] | None = None
         self._generation: Generation | None = None
         self._lock = threading.Lock()
 
@@ -115,14 +112,6 @@ class Progress:
             index = getattr(self.scheduler, "begin_index", None) or 0
         return index, len(timesteps)
 
-    def timestep(self, step: Step) -> float:
-        """The scheduler's timestep of ``step``. All of them are read from the device once in a generation."""
-        timesteps, known = step.generation.timesteps, self._read
-        if known is None or known[0] is not timesteps:
-            _refuse(timesteps)
-            known = self._read = timesteps, timesteps.tolist()
-        return known[1][min(step.generation.first + step.position, len(known[1]) - 1)]
-
 
 def _place(current: Tensor, timesteps: Tensor) -> int | None:
     """Pipelines iterate over a tensor of timesteps, so the current one is a view, and where it lies says which one it is."""
@@ -139,26 +128,6 @@ def _row(current: Tensor) -> tuple[int, int] | None:
     if rest or rows < 2 or current.storage_offset() % current.numel():
         return None
     return current.storage_offset() // current.numel(), rows
-
-
-def read(value: Tensor | float) -> float:
-    """The greatest entry of what may be a tensor. Waits for the device where it lies on one.
-
-    Raises:
-        ValueError: nothing can be read: inside the capture of a CUDA graph, or of a fake or meta tensor.
-    """
-    if not isinstance(value, Tensor):
-        return float(value)
-    _refuse(value)
-    return float(value.max())
-
-
-def _refuse(values: Tensor) -> None:
-    if values.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError("schedule must not read timesteps while a CUDA graph is captured, got one with dense_above")
-    if values.is_meta or is_fake(values):
-        raise ValueError("schedule must not read timesteps that hold no values, got one with dense_above and a "
-                         f"{type(values).__name__} on {values.device}; apply SSTA with Schedule()")
 
 
 def is_fake(x: Tensor) -> bool:

@@ -27,13 +27,11 @@ class Schedule:
             starts in the middle of the scheduler's, as video-to-video with a strength of 0.5 does, 0.15 is 4 of its 25. Schedulers
             that call the model twice a step, as Heun's does, have two steps there. Needs a scheduler that counts the steps; a forward
             whose step cannot be found is not dense by this rule, and warns once.
-        dense_above: noise level in [0, 1] above which steps are dense: the timestep over the number of training timesteps, which is sigma
-            for flow matching. None = no such rule.
         dense_layers: layers that are dense at every step: positions among the model's video self-attentions in the order of
             ``SSTAHandle.report`` (negative ones count from the end), or their dotted names; a tuple, a list or a range.
         densities: a density in (0, 1] for each step, in place of the configuration's, for layers without a configuration of their own; 1
             is dense. As many steps share an entry as there are steps for each, so for a generation of n steps n entries are one each. ()
-            = the same density at all steps. ``dense_steps`` and ``dense_above`` come before it. Needs a scheduler, as ``dense_steps``.
+            = the same density at all steps. ``dense_steps`` comes before it. Needs a scheduler, as ``dense_steps``.
         layer_configs: ``{layer: SSTAConfig}``, or pairs of these, for layers that need a configuration of their own.
 
     Raises:
@@ -43,7 +41,6 @@ class Schedule:
     """
 
     dense_steps: float = 0.0
-    dense_above: float | None = None
     dense_layers: tuple[int | str, ...] = ()
     layer_configs: Mapping[int | str, SSTAConfig] | tuple[tuple[int | str, SSTAConfig], ...] = ()
     densities: tuple[float, ...] = ()
@@ -53,8 +50,6 @@ class Schedule:
             raise ValueError("dense_steps must be a fraction of the steps, got 1, which may be meant for one step: 1.0 keeps all of them "
                              "dense, and a small fraction, such as 0.01, the first one")
         require_share("dense_steps", self.dense_steps, "[0, 1]", "a fraction of the steps")
-        if self.dense_above is not None:
-            require_share("dense_above", self.dense_above, "[0, 1]", "a noise level")
         if isinstance(self.densities, (str, bytes, bytearray)) or not isinstance(self.densities, Sequence):
             raise TypeError(f"densities must be a tuple of numbers, one for each step, got {self.densities!r}")
         object.__setattr__(self, "densities", tuple([
@@ -91,11 +86,6 @@ class Schedule:
     def counts_steps(self) -> bool:
         """Whether any rule asks for the step's number."""
         return self.dense_steps > 0 or len(self.densities) > 0
-
-    @property
-    def follows_steps(self) -> bool:
-        """Whether any rule asks which step it is."""
-        return self.counts_steps or self.dense_above is not None
 
     def density_of_step(self, index: int, count: int) -> float | None:
         """The density that ``densities`` has for step ``index`` of the ``count`` that run, None where it has none; raises as

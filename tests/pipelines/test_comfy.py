@@ -121,12 +121,6 @@ def test_warm_up_steps_and_dense_blocks_are_the_models_own(case):
     assert not torch.equal(case.run(patch_model(case.model, FEW, Schedule(dense_layers=tuple(range(count - 1))))), case.run(case.model))
 
 
-def test_dense_above_a_noise_level():
-    case = Case("wan")
-    patched = patch_model(case.model, FEW, Schedule(dense_above=0.6))
-    assert [torch.equal(case.run(patched, s), case.run(case.model, s)) for s in SIGMAS[:4]] == [True, True, False, False]
-
-
 def test_a_new_generation_counts_anew():
     case = Case("wan")
     patched = patch_model(case.model, FEW, Schedule(dense_steps=0.5))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from graphs import Graphs
 from tiny_hunyuan import SPARSE
-from tiny_models import TINY, run
+from tiny_models import TINY, run, steps_at
 from tiny_pipelines import PIPELINES, latents
 
 from ssta import SSTAConfig
@@ -34,9 +34,9 @@ def test_repeated_blocks_compile_whole_and_once(name):
     tiny = TINY[name]
     model, call = tiny.build(layers=2), tiny.call()
     dense = 2 if name in BOTH_KINDS_OF_STEPS else 0
-    with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.8) if dense else NEVER_DENSE) as handle:
-        steps = [call | {"timestep": torch.full_like(call["timestep"], noise * (1 if name == "minimax_h3" else 1000))}
-                 for noise in ((0.1, 0.15, 0.5) if name == "minimax_h3" else (0.9, 0.85, 0.5))]
+    scheduler = steps_at(*((0.1, 0.15, 0.5) if name == "minimax_h3" else (900.0, 850.0, 500.0)))
+    with apply_ssta(model, SPARSE, schedule=Schedule(dense_steps=0.5) if dense else NEVER_DENSE, scheduler=scheduler) as handle:
+        steps = [call | {"timestep": timestep.expand(call["timestep"].shape)} for timestep in scheduler.timesteps]
         eager = [run(model, step) for step in steps]
         assert [layer.dense_steps for layer in handle.report()[:2]] == [dense, dense]
         graphs = Graphs()
@@ -64,12 +64,13 @@ def test_a_compiled_pipeline_meets_no_new_graph_at_later_steps():
         assert graphs.count == 3
 
 
-@pytest.mark.parametrize("schedule", [NEVER_DENSE, Schedule(dense_above=0.8)])
-def test_a_whole_model_compiles_and_follows_the_noise(schedule):
+@pytest.mark.parametrize("schedule", [NEVER_DENSE, Schedule(dense_steps=0.5)])
+def test_a_whole_model_compiles_and_follows_the_steps(schedule):
     tiny = TINY["wan"]
     model = tiny.build(layers=1)
-    calls = [tiny.call() | {"timestep": torch.tensor([timestep])} for timestep in (900.0, 850.0, 500.0, 100.0)]
-    with apply_ssta(model, SPARSE, schedule=schedule):
+    scheduler = steps_at(900.0, 850.0, 500.0, 100.0)
+    calls = [tiny.call() | {"timestep": timestep.expand(1)} for timestep in scheduler.timesteps]
+    with apply_ssta(model, SPARSE, schedule=schedule, scheduler=scheduler):
         eager = [run(model, call) for call in calls]
         graphs = Graphs()
         # Without rules for steps nothing has to leave the graph.

@@ -278,7 +278,7 @@ def test_a_copy_lives_on_its_own(name):
     tiny = TINY[name]
     model, call, other = tiny.build(), tiny.call(), tiny.call((2, 5, 5))
     before = run(model, call)
-    handle = apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.9))
+    handle = apply_ssta(model, SPARSE, schedule=Schedule(dense_layers=(0,)))
     sparse, sparse_other = run(model, call), run(model, other)
     twin = copy.deepcopy(model)
     assert torch.equal(run(twin, other), sparse_other) and torch.equal(run(model, call), sparse)

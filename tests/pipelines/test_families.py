@@ -9,7 +9,7 @@ import diffusers
 import pytest
 import torch
 from tiny_hunyuan import CANVAS, EVERYTHING, SPARSE, WINDOW
-from tiny_models import TINY, TOLERANCE, cast, helios_with_histories, note_projections, run
+from tiny_models import TINY, TOLERANCE, all_dense, cast, helios_with_histories, note_projections, run
 from tiny_pipelines import PIPELINES, flow, latents
 from torch.utils._pytree import tree_map
 
@@ -40,7 +40,7 @@ def test_everything_selected_is_the_stock_model(name, thw, prompts):
     with apply_ssta(model, EVERYTHING, schedule=NEVER_DENSE) as handle:
         torch.testing.assert_close(run(model, call), stock, rtol=tolerance, atol=tolerance)
         assert {layer.density for layer in handle.report()} == {1.0}
-    with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0)) as handle:
+    with apply_ssta(model, SPARSE, schedule=all_dense(model)) as handle:
         torch.testing.assert_close(run(model, call), stock, rtol=tolerance, atol=tolerance)
         assert all(layer.implementation.startswith("dense, ") for layer in handle.report())
         assert len(handle.report()) == len(list(family_of(model).sites(model)))
@@ -356,13 +356,6 @@ def test_masks_and_sparsity_that_ssta_does_not_have_are_refused():
     model = tiny.build()
     with apply_ssta(model, SPARSE), pytest.raises(ValueError, match="video_self_attention_mask must be None"):
         run(model, tiny.call() | {"video_self_attention_mask": torch.ones(1, 144, 144)})
-
-
-def test_timesteps_that_are_no_noise_levels_are_refused():
-    tiny = PIPELINES["cosmos_2.5"]
-    pipe = tiny.build()
-    with apply_ssta(pipe, SPARSE, schedule=Schedule(dense_above=0.5)), pytest.raises(ValueError, match="must be None in Cosmos' pipelines"):
-        latents(pipe, **tiny.call)
 
 
 @pytest.mark.parametrize("name, message", [

@@ -24,7 +24,7 @@ def test_every_family_has_every_preset_in_its_own_tiles(name):
             config = handle.config
             assert (config.density, config.compensation, config.compensation_parts, config.topk) == (density, "linear", 2, None)
             assert (config.tile_thw, config.kernel_thw, config.pad_type) == (default.tile_thw, default.kernel_thw, "none")
-            assert handle.schedule == family.default_schedule() and handle.schedule.dense_layers and not handle.schedule.follows_steps
+            assert handle.schedule == family.default_schedule() and handle.schedule.dense_layers and not handle.schedule.counts_steps
 
 
 def test_the_default_is_one_of_them_and_a_schedule_may_be_another():

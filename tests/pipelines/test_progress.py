@@ -129,16 +129,6 @@ def test_both_transformers_of_wan_2_2_share_a_beginning():
         assert trail.steps(6) == [False] * 6
 
 
-@pytest.mark.parametrize("dense_above", [0.5, 0.8])
-def test_a_generation_that_starts_in_the_middle_follows_the_noise(dense_above):
-    tiny = PIPELINES["cogvideox_video_to_video"]
-    pipe = tiny.build()
-    with apply_ssta(pipe, SPARSE, schedule=Schedule(dense_above=dense_above)):
-        trail = Trail(pipe.transformer)
-        latents(pipe, steps=10, **tiny.call | {"strength": 0.6})
-        assert trail.steps(6) == [bool(t > dense_above * 1000) for t in pipe.scheduler.timesteps[4:]]
-
-
 @pytest.mark.parametrize("scheduler, entries", [
     (FlowMatchHeunDiscreteScheduler, lambda n: 2 * n - 1), (HeunDiscreteScheduler, lambda n: 2 * n - 1),
     (LTXEulerAncestralRFScheduler, lambda n: n), (FlowMatchEulerDiscreteScheduler, lambda n: n), (MiniMaxH3Scheduler, lambda n: n - 1)])
@@ -225,20 +215,12 @@ def test_forwards_after_a_generation_are_no_steps_of_it(unsaid):
     """As when training goes on after a video was made to look at."""
     tiny = PIPELINES["wan"]
     pipe = tiny.build()
-    with apply_ssta(pipe, SPARSE, schedule=Schedule(dense_above=0.5)):
+    with apply_ssta(pipe, SPARSE, schedule=THIRD):
         latents(pipe, steps=4, **tiny.call)
         trail = Trail(pipe.transformer)
-        for timestep in (900.0, 100.0):
-            run(pipe.transformer, TINY["wan"].call() | {"timestep": torch.tensor([timestep])})
-        assert trail.dense == [True, False]
-
-
-@pytest.mark.parametrize("timestep, message", [("900", "timestep must be a tensor or a number .* got str"),
-                                               ([900], "timestep must be .* got list")])
-def test_a_timestep_that_is_none(timestep, message):
-    model = TINY["wan"].build()
-    with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.5)), pytest.raises(TypeError, match=message):
-        run(model, TINY["wan"].call() | {"timestep": timestep})
+        with pytest.warns(RuntimeWarning, match="nothing says which step"):
+            run(pipe.transformer, TINY["wan"].call() | {"timestep": torch.tensor([900.0])})
+        assert trail.dense == [False]
 
 
 def pipelines() -> dict[str, type]:

@@ -232,7 +232,6 @@ def test_a_site_checks_its_fields(fields, error, message):
     *[("canvas", value, TypeError, "Family.canvas must be a function, got") for value in (None, (1, 2, 3))],
     *[("default_config", value, TypeError, "Family.default_config must be a function, got") for value in (None, SSTAConfig())],
     *[("default_schedule", value, TypeError, "Family.default_schedule must be a function, got") for value in (None, Schedule())],
-    *[("noise", value, TypeError, "Family.noise must be a function, got") for value in (None, 0.5)],
     ("presets", ["trained"], TypeError, "Family.presets must be a dict of functions by name, got list"),
     ("presets", {3: SSTAConfig}, TypeError, "Family.presets' names must be a str, got 3"),
     ("presets", {"trained": SSTAConfig()}, TypeError, r"Family.presets\['trained'\] must be a function"),

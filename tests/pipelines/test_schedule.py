@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import attention_backend
 from tiny_hunyuan import CANVAS, SPARSE, WINDOW
-from tiny_models import TINY, run
+from tiny_models import TINY, all_dense, run
 from tiny_pipelines import PIPELINES, flow, latents
 
 from ssta.kernels import choose_route
@@ -93,43 +93,6 @@ def test_wan_2_2_counts_over_both_transformers():
             seen.clear()
 
 
-@pytest.mark.parametrize("name", ["wan", "ltx", "mochi", "cogvideox"])
-@pytest.mark.parametrize("above", [0.4, 0.8])
-def test_by_noise_level_with_and_without_the_pipeline(name, above):
-    tiny = PIPELINES[name]
-    pipe = tiny.build()
-    schedule = Schedule(dense_above=above)
-    with apply_ssta(pipe, SPARSE, schedule=schedule) as handle:
-        with_pipeline = latents(pipe, steps=6, **tiny.call)
-        levels = pipe.scheduler.timesteps / 1000
-        levels = 1 - levels if name == "mochi" else levels
-        assert handle.report()[0].dense_steps == int((levels > above).sum()) > 0
-        assert handle.report()[0].steps == 6
-    with apply_ssta(pipe.transformer, SPARSE, schedule=schedule) as handle:
-        assert torch.equal(latents(pipe, steps=6, **tiny.call), with_pipeline)
-        # Nothing counts the steps, so forwards are counted.
-        assert handle.report()[0].steps in (6, 12)
-    with apply_ssta(pipe.transformer, SPARSE, schedule=schedule, scheduler=pipe.scheduler) as handle:
-        assert torch.equal(latents(pipe, steps=6, **tiny.call), with_pipeline)
-        assert handle.report()[0].steps == 6
-
-
-def test_a_transformer_alone_follows_the_noise_level():
-    tiny = TINY["wan"]
-    model, call = tiny.build(), tiny.call()
-    with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.95)) as handle:
-        for timestep, dense in ((999, True), (951.0, True), (949, False), (100, False)):
-            run(model, call | {"timestep": torch.tensor([timestep])})
-            assert handle.report()[1].implementation.startswith("dense") == dense
-        assert (handle.report()[1].steps, handle.report()[1].dense_steps) == (4, 2)
-    # The noisiest of a batch or of the tokens decides.
-    with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.5)) as handle:
-        run(model, TINY["wan_ti2v"].call())
-        assert handle.report()[0].implementation.startswith("dense")
-    with apply_ssta(TINY["hunyuan_video_15"].build(), preset="hunyuan_video_15_sparse") as handle:
-        assert handle.schedule == Schedule()
-
-
 def test_the_scheduler_may_be_exchanged_and_the_pipeline_copied_or_dropped():
     tiny = PIPELINES["wan"]
     pipe = tiny.build()
@@ -171,7 +134,7 @@ def test_dense_steps_take_the_faster_kernel_unless_a_backend_was_chosen(monkeypa
     stock = run(model, call)
 
     def implementation(**options) -> str:
-        with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0), **options) as handle:
+        with apply_ssta(model, SPARSE, schedule=all_dense(model), **options) as handle:
             torch.testing.assert_close(run(model, call), stock, rtol=1e-4, atol=1e-4)
             return handle.report()[0].implementation
 
@@ -184,7 +147,7 @@ def test_dense_steps_take_the_faster_kernel_unless_a_backend_was_chosen(monkeypa
     assert implementation() == "dense, native"
     model.reset_attention_backend()
     # A backward pass would take more memory, and heads of another size another kernel.
-    with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0)) as handle:
+    with apply_ssta(model, SPARSE, schedule=all_dense(model)) as handle:
         model(**call)
         assert handle.report()[0].implementation == "dense, default backend"
     model, call = tiny.build(), tiny.call(prompts=(3, 6))
@@ -278,7 +241,6 @@ def test_a_schedule_is_a_value():
     (dict(dense_steps=-0.1), ValueError, "dense_steps"),
     (dict(dense_steps="first"), TypeError, "dense_steps must be a number"),
     (dict(dense_steps=float("nan")), ValueError, "dense_steps"),
-    (dict(dense_above=900), ValueError, r"dense_above must lie in \[0, 1\], a noise level, got 900"),
     (dict(densities=0.5), TypeError, "densities must be a tuple of numbers, one for each step, got 0.5"),
     (dict(densities=(0.5, 0)), ValueError, r"densities must lie in \(0, 1\], shares of the tile pairs, got 0"),
     (dict(densities=("a",)), TypeError, "densities must be a number"),

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 from tiny_hunyuan import SPARSE
-from tiny_models import TINY, run
+from tiny_models import TINY, run, steps_at
 
 from ssta.pipelines import Schedule, apply_ssta
 
@@ -62,18 +62,18 @@ def wrong_of(count: int, model, calls: list[dict]) -> list[int]:
 @pytest.mark.parametrize("name", ["wan", "hunyuan_video_15", "ltx", "minimax_h3"])
 def test_each_thread_has_its_own_canvas(hasty, name):
     model = TINY[name].build(layers=4)
-    with apply_ssta(model, SPARSE, schedule=Schedule()):
+    with apply_ssta(model, SPARSE, schedule=Schedule()) as handle:
         assert wrong_of(10, model, [TINY[name].call(thw) for thw in CANVASES]) == [0, 0]
+        # Every forward was counted: the two alone, and ten in each thread.
+        assert handle.report()[0].steps == 22
 
 
 def test_each_thread_has_its_own_step(hasty):
-    model = TINY["wan"].build(layers=4)
-    calls = [TINY["wan"].call() | {"timestep": torch.tensor([timestep])} for timestep in (900.0, 100.0)]
-    with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.5)) as handle:
+    model, scheduler = TINY["wan"].build(layers=4), steps_at(900.0, 100.0)
+    calls = [TINY["wan"].call() | {"timestep": timestep.expand(1)} for timestep in scheduler.timesteps]
+    with apply_ssta(model, SPARSE, schedule=Schedule(dense_steps=0.5), scheduler=scheduler):
         assert not torch.equal(*(run(model, call) for call in calls))
         assert wrong_of(20, model, calls) == [0, 0]
-        # Every forward was counted: the two above, the two alone, and twenty in each thread.
-        assert (handle.report()[0].steps, handle.report()[0].dense_steps) == (44, 22)
 
 
 def test_a_thread_s_forward_leaves_the_others_canvas():
@@ -106,16 +106,16 @@ def test_copies_know_no_call():
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_checkpointing_recomputes_with_the_canvas_and_step_of_its_forward(elsewhere):
     """Also where the backward runs in another thread, as autograd's for GPUs does."""
-    model = TINY["wan"].build(layers=3).train()
-    call = TINY["wan"].call() | {"timestep": torch.tensor([900.0])}
+    model, scheduler = TINY["wan"].build(layers=3).train(), steps_at(900.0, 500.0)
+    call, other = (TINY["wan"].call(thw) | {"timestep": timestep.expand(1)} for thw, timestep in zip(CANVASES, scheduler.timesteps))
 
     def gradients() -> list[torch.Tensor]:
         return gradients_of(model, [call], elsewhere)
 
-    with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.5)):
-        run(model, TINY["wan"].call(CANVASES[1]))
+    with apply_ssta(model, SPARSE, schedule=Schedule(dense_steps=0.5), scheduler=scheduler):
+        run(model, other)
         plain = gradients()
-        run(model, TINY["wan"].call(CANVASES[1]))
+        run(model, other)
         model.enable_gradient_checkpointing()
         for ours, expected in zip(gradients(), plain, strict=True):
             assert torch.equal(ours, expected)
@@ -124,13 +124,15 @@ def test_checkpointing_recomputes_with_the_canvas_and_step_of_its_forward(elsewh
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_checkpointing_recomputes_each_of_two_forwards_with_its_own(elsewhere):
     """Whichever came last: of another canvas with as many tokens, or of another step."""
-    model = TINY["wan"].build(layers=2).train()
-    calls = [TINY["wan"].call(CANVASES[0]) | {"timestep": torch.tensor([900.0])}, *(TINY["wan"].call(thw) for thw in CANVASES[::-1])]
+    model, scheduler = TINY["wan"].build(layers=2).train(), steps_at(900.0, 500.0)
+    first, second = (timestep.expand(1) for timestep in scheduler.timesteps)
+    calls = [TINY["wan"].call(thw) | {"timestep": timestep} for thw, timestep in
+             ((CANVASES[0], first), (CANVASES[1], second), (CANVASES[0], second))]
 
     def gradients() -> list[torch.Tensor]:
         return gradients_of(model, calls, elsewhere)
 
-    with apply_ssta(model, SPARSE, schedule=Schedule(dense_above=0.5)):
+    with apply_ssta(model, SPARSE, schedule=Schedule(dense_steps=0.5), scheduler=scheduler):
         plain = gradients()
         model.enable_gradient_checkpointing()
         default = model._gradient_checkpointing_func

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from peft import LoraConfig
 from tiny_hunyuan import SPARSE
-from tiny_models import TINY, run
+from tiny_models import TINY, run, steps_at
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -123,17 +123,17 @@ def test_weights_that_the_teacher_s_autocast_has_cast_still_get_gradients():
 
 def test_schedules_are_the_student_s():
     """A step that is dense for the student is counted once, and the teacher's is not at all."""
-    model, call = with_lora(TINY["wan"].build()), TINY["wan"].call()
-    with apply_ssta(model, TILES, schedule=Schedule(dense_above=0.3)) as handle:
+    model, call, scheduler = with_lora(TINY["wan"].build()), TINY["wan"].call(), steps_at(500.0, 200.0, 100.0)
+    with apply_ssta(model, TILES, schedule=Schedule(dense_steps=0.3), scheduler=scheduler) as handle:
         both = teacher_student(model)
         apart = []
-        for timestep in (500.0, 100.0, 200.0):
-            teacher, student = both(**call | {"timestep": torch.tensor([timestep])})
+        for timestep in scheduler.timesteps:
+            teacher, student = both(**call | {"timestep": timestep.expand(1)})
             model.disable_adapters()
-            apart.append(not torch.allclose(run(model, call | {"timestep": torch.tensor([timestep])}), teacher, atol=1e-5))
+            apart.append(not torch.allclose(run(model, call | {"timestep": timestep.expand(1)}), teacher, atol=1e-5))
             model.enable_adapters()
         assert apart == [False, True, True]
-        assert [(layer.steps, layer.dense_steps) for layer in handle.report()] == [(6, 2)] * 2
+        assert [(layer.steps, layer.dense_steps) for layer in handle.report()] == [(3, 1)] * 2
 
 
 def test_bad_models():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from rank_harness import ODD, SPARSE, alone, close, distance, forward, parallel, tiny
-from tiny_models import TINY, cast, helios_with_histories
+from tiny_models import TINY, all_dense, cast, helios_with_histories
 from torch import nn
 
 from ssta.pipelines import Schedule, apply_ssta, cp_plan
@@ -20,7 +20,7 @@ def sparse_dense_and_removed(name, rank, ranks):
     with torch.no_grad():
         stock = forward(model, call)
     plan = model._cp_plan
-    for schedule in (Schedule(), Schedule(dense_above=0.0)):
+    for schedule in (Schedule(), all_dense(model)):
         want = alone(model, call, schedule=schedule)
         handle = apply_ssta(model, SPARSE, schedule=schedule)
         if getattr(model, "_parallel_config", None) is None:
@@ -125,7 +125,7 @@ def beyond_the_heads(name, rank, ranks):
     """2 heads on 2 x 2 ranks: along the ring each has rows of its own."""
     model, call = tiny(name, prompts=(4, 2))
     linear = replace(SPARSE, compensation="linear")
-    for config, schedule in ((SPARSE, Schedule()), (linear, Schedule()), (SPARSE, Schedule(dense_above=0.0))):
+    for config, schedule in ((SPARSE, Schedule()), (linear, Schedule()), (SPARSE, all_dense(model))):
         want = alone(model, call, config, schedule)
         again, _ = tiny(name)
         handle = apply_ssta(again, config, schedule=schedule)

@@ -16,9 +16,20 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed, get_3d_rotary_p
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ssta.pipelines import Schedule
 from ssta.pipelines.patch.family import family_of, family_of_class
 
 HEADS, HEAD_DIM, WIDTH, TEXT_LEN = 2, 16, 32, 7
+
+
+def all_dense(model: nn.Module) -> Schedule:
+    """Every layer dense."""
+    return Schedule(dense_layers=range(len(list(family_of(model).sites(model)))))
+
+
+def steps_at(*timesteps: float) -> SimpleNamespace:
+    """A scheduler with these steps. A view of one of its timesteps says which step it is."""
+    return SimpleNamespace(timesteps=torch.tensor(timesteps), begin_index=0)
 
 
 @dataclass(frozen=True)
