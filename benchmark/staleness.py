@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _BLOCKS = ("kernels/*", "!kernels/*/*", "kernels/lowering/*", "kernels/{gpu}/*", "!*token_*", "!*tail*", "!kernels/merge.py",
            "!kernels/backend.py", "!kernels/moves.py", "!kernels/reference.py")
 _LAYER = (*_BLOCKS, "kernels/backend.py", "kernels/moves.py", "kernels/tail*", "kernels/*/tail*", "kernels/prologue/*", "ssta/*",
-          "!ssta/masks.py", "!ssta/plot.py", "!ssta/report.py", "!ssta/trained/*", "!ssta/ranks/*", "!kernels/eager/*")
+          "!ssta/plot.py", "!ssta/report.py", "!ssta/trained/*", "!ssta/ranks/*", "!kernels/eager/*")
 _STEP = (*_LAYER, "pipelines/schedule/*", "pipelines/patch/*", "pipelines/families/*", "!*/report.py", "!*/text_table.py")
 _RANKS = (*_STEP, "pipelines/ranks/*", "ssta/ranks/*")
 SOURCES: dict[str, tuple[str, ...]] = {

@@ -1,4 +1,4 @@
-"""flex-block-attn: its attention over a boolean block mask. Its STA, MoBA and SSTA masks are in ssta/masks.py."""
+"""flex-block-attn: its attention over a boolean block mask."""
 
 from __future__ import annotations
 
