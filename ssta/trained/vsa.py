@@ -29,12 +29,12 @@ from torch import Tensor
 from ..attention import attend
 from ..checks import require_share
 from ..config import SSTAConfig
-from ..cut import Cut, TiledSegment, cut_of, in_sequence
+from ..cut import Cut, TiledSegment, cut_of
 from ..dense import dense_attention
 from ..kernels import Deferred, take_tokens
 from ..kernels.checks import autocast_inputs, check_tensor
 from ..kernels.memo import remember, remember_plain
-from ..layout import Input, heads_by_row
+from ..layout import Input, checked_layout, heads_by_row
 from ..op import LayerResult
 from ..selection import Selection
 from ..sequence import DenseRun, TokenLayout
@@ -163,14 +163,8 @@ def _to_tokens(x: Tensor, cut: Cut) -> Tensor:
 @remember(64)
 def _tile_of_token(layout: TokenLayout, tile_thw: tuple[int, int, int], device: torch.device) -> Tensor:
     """int64 ``[S]``."""
-    cut, indices, first = cut_of(layout, tile_thw, "none"), [], 0
-    for segment in (*cut.video, *cut.dense):
-        index = torch.zeros((), dtype=torch.int64, device=device)
-        for n, size in zip(segment.extent, segment.tile):
-            index = index[..., None] * ceil(n / size) + torch.arange(n, device=device) // size
-        indices.append(first + index.flatten())
-        first += segment.num_tiles
-    return torch.cat(in_sequence(layout, indices[:len(cut.video)], indices[len(cut.video):]))
+    tiles = checked_layout(layout, tile_thw, "none", device)
+    return torch.bucketize(tiles.inverse, tiles.offsets[1:], right=True)
 
 
 def _tile_sums(x: Tensor, segment: TiledSegment) -> Tensor:
