@@ -14,7 +14,7 @@ from torch import Tensor
 from .checks import resolve_scale, without_autocast
 from .operators import NAMESPACE, differentiate_by, refuse_forward_mode, watched
 from .routing import choose_token_impl
-from .token_lists import KeyLists, TokenLists
+from .token_lists import Packed, TokenLists
 
 
 def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale: float | None = None, impl: str = "auto"
@@ -38,15 +38,11 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
     scale = resolve_scale(scale, q.shape[-1])
     impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
     refuse_forward_mode(q=q, k=k, v=v)
-    inverse = None
-    if impl == "triton" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        assert lists.invert is not None, "lists_from_ids made them"
-        inverse = lists.invert()
-    elif not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) or watched(q, k, v)):
+    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) or watched(q, k, v)):
         # The operator would cost more than a call of few tokens.
         return _run(q, k, v, lists, scale, impl)
-    keys = (None,) * 5 if inverse is None else (inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts, inverse.counts)
-    return _forward(q, k, v, lists.ids, lists.counts, lists.spans, lists.full, *keys, lists.block_size, scale, impl)
+    packed = lists.packed
+    return _forward(q, k, v, lists.ids, lists.counts, lists.spans, lists.full, packed.cu_q, packed.cu_k, lists.block_size, scale, impl)
 
 
 @lru_cache
@@ -71,10 +67,10 @@ def _run(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float, impl:
 
 @torch.library.custom_op(f"{NAMESPACE}::token_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, counts: Tensor, spans: Tensor, full: Tensor | None, starts: Tensor | None,
-    sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None, key_counts: Tensor | None, block_size: int, scale: float, impl: str,
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, counts: Tensor, spans: Tensor, full: Tensor | None, cu_q: Tensor, cu_k: Tensor,
+    block_size: int, scale: float, impl: str,
 ) -> tuple[Tensor, Tensor]:
-    return _run(q, k, v, TokenLists(ids, counts, spans, block_size, full=full), scale, impl)
+    return _run(q, k, v, TokenLists(ids, counts, spans, block_size, Packed(cu_q, cu_k, len(q), len(k)), full), scale, impl)
 
 
 @_forward.register_fake
@@ -86,14 +82,11 @@ def _(q, k, v, *_):
 @torch.library.custom_op(f"{NAMESPACE}::token_attention_backward", mutates_args=())
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ids: Tensor, counts: Tensor,
-    spans: Tensor, full: Tensor | None, starts: Tensor | None, sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None,
-    key_counts: Tensor | None, block_size: int, scale: float, impl: str,
+    spans: Tensor, full: Tensor | None, cu_q: Tensor, cu_k: Tensor, block_size: int, scale: float, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # All five are given, or none.
-    inverse = None if starts is None else KeyLists(starts, sizes, tokens, firsts, key_counts)  # type: ignore[arg-type]
-    lists = TokenLists(ids, counts, spans, block_size, full=full)
+    lists = TokenLists(ids, counts, spans, block_size, Packed(cu_q, cu_k, len(q), len(k)), full)
     with without_autocast(q.device.type):
-        return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, lists, inverse, scale)
+        return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, lists, scale)
 
 
 differentiate_by(_backward, _forward)

@@ -6,9 +6,7 @@ and a span of keys that it may see at all: its sequence in a packed batch, what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,37 +23,6 @@ class KeyLists:
     tokens: Tensor   # int32 [n], query tokens, ascending within a list
     firsts: Tensor   # int64 [Hkv, Nk], where in ``tokens`` a list begins
     counts: Tensor   # int32 [Hkv, Nk], how long it is
-
-
-@dataclass(frozen=True, eq=False)
-class TokenLists:
-    """For every (query token, key/value head), the key blocks that it attends to.
-
-    Args:
-        ids: int32 ``[T, Hkv, capacity]``, block numbers, counted from the token's origin. Ids below 0 or past the span are absent.
-        counts: int32 ``[T, Hkv]``, how many entries of ``ids`` count, from the front on.
-        spans: int32 ``[T, 3]``: (origin, low, high). Block n of the token holds the keys n * block_size up to (n + 1) * block_size from row
-            ``origin`` on; of these the token sees the ones from ``low`` up to ``high``, both counted from the origin.
-        block_size: tokens of a key block.
-        invert: makes the KeyLists, which a gradient needs.
-        full: int32 ``[T, Hkv]``: of the entries that count so many stand at the front, of blocks that the token sees wholly, and the
-            others at the back. Triton's kernels need it.
-    """
-
-    ids: Tensor
-    counts: Tensor
-    spans: Tensor
-    block_size: int
-    invert: Callable[[], KeyLists] | None = None
-    full: Tensor | None = None
-
-    def used(self) -> Tensor:
-        """bool as ids: which entries count."""
-        capacity = self.ids.shape[2]
-        slot = torch.arange(capacity, device=self.ids.device)
-        if self.full is None:
-            return slot < self.counts[..., None]
-        return (slot < self.full[..., None]) | (slot >= capacity - (self.counts - self.full)[..., None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +88,50 @@ class Packed:
         return firsts, (cu[sequence] + before).where(known, 0).int(), sizes.int()
 
 
+@dataclass(frozen=True, eq=False)
+class TokenLists:
+    """For every (query token, key/value head), the key blocks that it attends to.
+
+    Args:
+        ids: int32 ``[T, Hkv, capacity]``, block numbers, counted from the token's origin. Ids below 0 or past the span are absent.
+        counts: int32 ``[T, Hkv]``, how many entries of ``ids`` count, from the front on.
+        spans: int32 ``[T, 3]``: (origin, low, high). Block n of the token holds the keys n * block_size up to (n + 1) * block_size from row
+            ``origin`` on; of these the token sees the ones from ``low`` up to ``high``, both counted from the origin.
+        block_size: tokens of a key block.
+        packed: the sequences, all q's and k's tokens.
+        full: int32 ``[T, Hkv]``: of the entries that count so many stand at the front, of blocks that the token sees wholly, and the
+            others at the back. Triton's kernels need it.
+    """
+
+    ids: Tensor
+    counts: Tensor
+    spans: Tensor
+    block_size: int
+    packed: Packed
+    full: Tensor | None = None
+
+    def used(self) -> Tensor:
+        """bool as ids: which entries count."""
+        capacity = self.ids.shape[2]
+        slot = torch.arange(capacity, device=self.ids.device)
+        if self.full is None:
+            return slot < self.counts[..., None]
+        return (slot < self.full[..., None]) | (slot >= capacity - (self.counts - self.full)[..., None])
+
+    def key_lists(self) -> KeyLists:
+        """The way back, which a gradient needs. Sorts all entries by key block; the sort is stable, so tokens stay in order."""
+        ids = self.ids
+        tokens, heads, capacity = ids.shape
+        firsts, starts, sizes = self.packed.key_blocks(self.block_size)
+        number = len(starts)
+        block = (firsts[self.packed.places()[0], None, None] + ids).where(self.used() & (ids >= 0), number)
+        rows = torch.arange(heads, device=ids.device)[:, None] * (number + 1)
+        keys, order = (block.transpose(0, 1) + rows[:, :, None]).flatten().sort(stable=True)
+        bounds = torch.searchsorted(keys, rows + torch.arange(number + 1, device=ids.device))
+        entries = order % max(tokens * capacity, 1) // max(capacity, 1)
+        return KeyLists(starts, sizes, entries.int(), bounds[:, :-1].contiguous(), bounds.diff(dim=1).int())
+
+
 def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Tensor, block_size: int, impl: str) -> TokenLists:
     """TokenLists from block ids ``[T, Hkv, S]`` of any integer dtype and any values, unsorted.
 
@@ -131,8 +142,7 @@ def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Te
         from .lowering.token_lists import chosen_blocks
 
         ids, counts, full = chosen_blocks(ids.contiguous(), None if counts is None else counts.contiguous(), spans, block_size)
-        lists = TokenLists(ids, counts, spans, block_size, full=full)
-        return replace(lists, invert=partial(_invert, lists, packed))
+        return TokenLists(ids, counts, spans, block_size, packed, full)
     nowhere = torch.iinfo(torch.int32).max
     blocks = (spans[:, 2] + (block_size - 1)) // block_size
     known = (ids >= 0) & (ids < blocks[:, None, None])
@@ -142,20 +152,4 @@ def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Te
     counts = (ids != nowhere).sum(-1, dtype=torch.int32)
     repeated = torch.zeros_like(ids, dtype=torch.bool)
     repeated[..., 1:] = ids[..., 1:] == ids[..., :-1]
-    lists = TokenLists(ids.masked_fill(repeated, -1), counts, spans, block_size)
-    return replace(lists, invert=partial(_invert, lists, packed))
-
-
-def _invert(lists: TokenLists, packed: Packed) -> KeyLists:
-    """Sorts all entries by key block; the sort is stable, so tokens stay in order."""
-    ids = lists.ids
-    tokens, heads, capacity = ids.shape
-    firsts, starts, sizes = packed.key_blocks(lists.block_size)
-    number = len(starts)
-    used = lists.used() & (ids >= 0)
-    block = (firsts[packed.places()[0], None, None] + ids).where(used, number)
-    rows = torch.arange(heads, device=ids.device)[:, None] * (number + 1)
-    keys, order = (block.transpose(0, 1) + rows[:, :, None]).flatten().sort(stable=True)
-    bounds = torch.searchsorted(keys, rows + torch.arange(number + 1, device=ids.device))
-    entries = order % max(tokens * capacity, 1) // max(capacity, 1)
-    return KeyLists(starts, sizes, entries.int(), bounds[:, :-1].contiguous(), bounds.diff(dim=1).int())
+    return TokenLists(ids.masked_fill(repeated, -1), counts, spans, block_size, packed)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..token_lists import KeyLists, TokenLists
+from ..token_lists import TokenLists
 from .steps import GATHER_ELEMENTS, attend, compute_dtype
 
 
@@ -27,10 +27,9 @@ def torch_tokens_forward(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, sca
 
 
 def torch_tokens_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: TokenLists,
-    inverse: KeyLists | None, scale: float,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: TokenLists, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv). ``inverse`` is not needed here: the key gradients are scattered, in a fixed order."""
+    """(dq, dk, dv). The key gradients are scattered, in a fixed order."""
     dtype, (heads, group) = compute_dtype(q), (k.shape[1], q.shape[1] // k.shape[1])
     # The delta of Dao et al. 2022 (FlashAttention, appendix B.2), less the gradient that arrives through lse.
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)

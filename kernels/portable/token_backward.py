@@ -190,8 +190,7 @@ def _pieces(inverse: KeyLists) -> tuple[_Pieces, int]:
 
 
 def triton_token_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: TokenLists, inverse: KeyLists,
-    scale: float,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: TokenLists, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv)."""
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
@@ -219,6 +218,7 @@ def triton_token_backward(
         **config.options())
 
     config = token_dkv_config(dim, v_dim, lists.block_size)
+    inverse = lists.key_lists()
     parts, blocks = triton.cdiv(lists.block_size, config.block_n), len(inverse.starts)
     (pieces, number), rows = _pieces(inverse), parts * config.block_n
     dk_parts, dv_parts = (torch.empty(number * rows, size, dtype=torch.float32, device=q.device) for size in (dim, v_dim))

@@ -240,7 +240,7 @@ def test_operator_registration():
     cu = torch.tensor([0, 12], dtype=torch.int32)
     packed = Packed(cu, cu, 12, 12)
     lists = lists_from_ids(torch.randint(-1, 3, (12, 2, 2)), None, packed, packed.spans(), 4, "torch")
-    torch.library.opcheck(_forward, (q, k, v, lists.ids, lists.counts, lists.spans, *(None,) * 6, 4, 0.25, "torch"))
+    torch.library.opcheck(_forward, (q, k, v, lists.ids, lists.counts, lists.spans, None, cu, cu, 4, 0.25, "torch"))
 
 
 @pytest.mark.gpu
