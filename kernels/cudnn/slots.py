@@ -124,8 +124,7 @@ def _lists_kernel(lists, bounds, item_bounds, counts, indices, sizes, rows, row_
     """A program writes the lists of a query block's slots; those of the first head also the sizes of a key block's."""
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if (head == 0) & (batch == 0) & (block < lists.items):
-        _, block_size = block_bounds(item_bounds.starts, item_bounds.sizes, 0, block, item_bounds.length, item_bounds.tokens,
-                                     item_bounds.starts is None)
+        _, block_size = block_bounds(item_bounds, 0, block)
         for part in range(item_parts):
             slot = block * item_parts + part
             tl.store(sizes + slot, tl.minimum(tl.maximum(block_size - part * SLOT, 0), SLOT), mask=slot < item_slots)
@@ -133,7 +132,7 @@ def _lists_kernel(lists, bounds, item_bounds, counts, indices, sizes, rows, row_
         return
     heads = tl.num_programs(1)
     row_at = batch * bounds.batch + head // bounds.group * bounds.head
-    _, tokens = block_bounds(bounds.starts, bounds.sizes, row_at, block, bounds.length, bounds.tokens, bounds.starts is None)
+    _, tokens = block_bounds(bounds, row_at, block)
     list_row = row_of_lists(lists, batch, head, block)
     first_slot = (batch * heads + head) * row_slots + block * row_parts
     # The slots of a block beyond its tokens have no lists.
@@ -146,8 +145,7 @@ def _lists_kernel(lists, bounds, item_bounds, counts, indices, sizes, rows, row_
         item = tl.load(lists.indices + list_row * lists.capacity + entry // item_parts, mask=entry < entries, other=-1)
         # Ids out of range count as absent.
         known = (item >= 0) & (item < lists.items)
-        _starts, size = block_bounds(item_bounds.starts, item_bounds.sizes, 0, tl.where(known, item, 0), item_bounds.length,
-                                     item_bounds.tokens, item_bounds.starts is None)
+        _starts, size = block_bounds(item_bounds, 0, tl.where(known, item, 0))
         there = known & (size > part * SLOT)
         place = found + tl.cumsum(there.to(tl.int32), 0) - 1
         # A list that names a block twice may not lead out of its row.
@@ -167,7 +165,7 @@ def _copy_kernel(x, filled, bounds, x_batch, x_head, x_row, filled_batch, filled
     first = tl.program_id(0).to(tl.int64) * ROWS
     block = (first // length).to(tl.int32)
     at = batch * bounds.batch + head // bounds.group * bounds.head
-    start, size = block_bounds(bounds.starts, bounds.sizes, at, block, bounds.length, bounds.tokens, bounds.starts is None)
+    start, size = block_bounds(bounds, at, block)
     row, dims = (first - block * tl.cast(length, tl.int64)).to(tl.int32) + tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
     tokens = x + batch * x_batch + head * x_head + (start + row).to(tl.int64)[:, None] * x_row + dims[None, :]
     places = filled + batch * filled_batch + head * filled_head + (first + tl.arange(0, ROWS))[:, None] * filled_row + dims[None, :]
@@ -188,7 +186,7 @@ def _results_kernel(out, dout, lse, dlse, out_filled, dout_filled, lse_filled, b
     first = tl.program_id(0).to(tl.int64) * ROWS
     block = (first // length).to(tl.int32)
     at = batch * bounds.batch + head // bounds.group * bounds.head
-    start, size = block_bounds(bounds.starts, bounds.sizes, at, block, bounds.length, bounds.tokens, bounds.starts is None)
+    start, size = block_bounds(bounds, at, block)
     row, dims = (first - block * tl.cast(length, tl.int64)).to(tl.int32) + tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
     inside, real = dims[None, :] < DIM, row < size
     token = (start + row).to(tl.int64)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
-from ..lowering.chunks import Listed, kv_partition, q_partition, shared_strides
+from ..lowering.chunks import Listed, shared_strides
 from ..lowering.dq_accum import KEYS, QUERIES, backward_postprocess, backward_preprocess
 from ..lowering.dq_schedule import FIELDS, NEXT, ROWS, lock_values, schedule
 from ..lowering.inputs import strided
@@ -147,7 +147,7 @@ def hopper_backward(
     differ from run to run, over key blocks of up to KEYS tokens those of dK and dV too. So dQ's may where a deterministic backward waited
     too long; ``spin_timeouts`` counts that.
     """
-    listed = Listed.of(blocks, q_partition(blocks, q.shape[2]), kv_partition(blocks, k.shape[2]))
+    listed = Listed.of(blocks, q.shape[2], k.shape[2])
     dq, dk, dv = _backward((*map(chunks_ready, (q, k, v, dout)), strided(out), lse, dlse), listed.tensors, listed.fixed, scale, causal,
                            deterministic)
     return dq, dk, dv

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
-from ..lowering.chunks import Listed, extent, full_chunk, kv_partition, q_partition, work_queue
+from ..lowering.chunks import Listed, extent, full_chunk, work_queue
 from ..lowering.outputs import empty_outputs, nothing_attended
 from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import LOG2E
@@ -108,7 +108,7 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     end, or, of a list in parts, when all of them are done.
     """
     q, k, v = chunks_ready(q), chunks_ready(k), chunks_ready(v)
-    listed = Listed.of(blocks, q_partition(blocks, q.shape[2]), kv_partition(blocks, k.shape[2]))
+    listed = Listed.of(blocks, q.shape[2], k.shape[2])
     lse, *out = _forward((q, k, v), listed.tensors, listed.fixed, blocks.max_kv_length, scale, causal, in_place, config)
     return (out[0] if out else q), lse
 
@@ -127,7 +127,7 @@ def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], 
                                              processors, not listed.items.uniform)
     full = config.chunk if causal else full_chunk(listed.items.length, config.chunk)
     # First of all, so that the GPU lowers the lists while the rest is prepared here.
-    queue = work_queue(plan, listed, full, kv_len - q_len if causal else None, config.pieces, config.chunk // config.pieces)
+    queue = work_queue(plan, listed, full, kv_len - q_len if causal else None, config.chunk, config.pieces)
     out, lse = empty_outputs(q, rows, in_place)
     plan.results += [lse] if in_place else [lse, out]
     list_batch, list_heads, width = extent(listed, full)

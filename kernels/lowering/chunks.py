@@ -7,7 +7,7 @@ this costs nothing but one small launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,16 +33,29 @@ SIZES = tl.constexpr(256)
 class Partition(NamedTuple):
     """How the tokens of one axis are partitioned into blocks, as the kernels take it."""
 
-    starts: Tensor   # int32 [B|1, H|1, number], first token of a block; any tensor when uniform
-    sizes: Tensor    # int32, same shape, real tokens of a block; any tensor when uniform
-    uniform: bool    # every block has ``length`` tokens, but for the last one
-    length: int      # tokens of the longest block
+    starts: Tensor | None   # int32 [B|1, H|1, number], first token of a block; None: each has ``length`` tokens, but for the last one
+    sizes: Tensor | None    # int32, same shape, real tokens of a block
+    length: int             # tokens of the longest block
     tokens: int
-    number: int      # how many blocks
-    covers: bool     # every token lies in a block
+    number: int             # how many blocks
+    covers: bool            # every token lies in a block
+
+    @classmethod
+    def of(cls, offsets: int | Tensor, lengths: Tensor | None, bounds: Callable[[int], tuple[Tensor, Tensor]], longest: int, tokens: int,
+           covered: int) -> Partition:
+        """Of an axis of BlockLists; ``covered``: of the first so many tokens each is known to lie in a block."""
+        if isinstance(offsets, int) and lengths is None:
+            return cls(None, None, offsets, tokens, -(-tokens // offsets), True)
+        starts, sizes = bounds(tokens)
+        # Offsets past the end, which are cut there, may make the bound on a block's length as large as an int32.
+        return cls(starts, sizes, min(longest, max(tokens, 1)), tokens, starts.shape[2], tokens <= covered)
+
+    @property
+    def uniform(self) -> bool:
+        return self.starts is None
 
     def strides(self, heads: int) -> tuple[int, int, int]:
-        return (0, 0, 1) if self.uniform else shared_strides(self.starts, heads)
+        return (0, 0, 1) if self.starts is None else shared_strides(self.starts, heads)
 
     def bounds(self, heads: int) -> Bounds:
         """As a kernel of ``heads`` heads takes them."""
@@ -50,8 +63,8 @@ class Partition(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None]:
-        """starts and sizes as a kernel takes them, which tells by None that blocks are uniform."""
-        return (None, None) if self.uniform else (self.starts, self.sizes)
+        """starts and sizes."""
+        return self[:2]
 
     @property
     def fixed(self) -> tuple:
@@ -68,8 +81,9 @@ class Listed(NamedTuple):
     items: Partition
 
     @classmethod
-    def of(cls, blocks: BlockLists, rows: Partition, items: Partition) -> Listed:
-        return cls(blocks.counts.contiguous(), blocks.indices.contiguous(), rows, items)
+    def of(cls, blocks: BlockLists, q_len: int, kv_len: int) -> Listed:
+        """Of sequences of so many tokens."""
+        return cls(blocks.counts.contiguous(), blocks.indices.contiguous(), q_partition(blocks, q_len), kv_partition(blocks, kv_len))
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -101,24 +115,12 @@ def full_chunk(length: int, room: int) -> int:
 
 def q_partition(blocks: BlockLists, tokens: int) -> Partition:
     """How the query tokens are partitioned."""
-    uniform = isinstance(blocks.q_offsets, int) and blocks.q_lengths is None
-    bounds = (blocks.counts, blocks.counts) if uniform else blocks.q_bounds(tokens)
-    return Partition(*bounds, uniform, _longest(blocks.max_q_length, uniform, tokens), tokens, blocks.num_q_blocks,
-                     uniform or tokens <= blocks._covers[0])
+    return Partition.of(blocks.q_offsets, blocks.q_lengths, blocks.q_bounds, blocks.max_q_length, tokens, blocks._covers[0])
 
 
 def kv_partition(blocks: BlockLists, tokens: int) -> Partition:
     """How the key tokens are partitioned."""
-    uniform = isinstance(blocks.kv_offsets, int) and blocks.kv_lengths is None
-    bounds = (blocks.counts, blocks.counts) if uniform else blocks.kv_bounds(tokens)
-    number = -(-tokens // blocks.max_kv_length) if uniform else bounds[0].shape[2]
-    return Partition(*bounds, uniform, _longest(blocks.max_kv_length, uniform, tokens), tokens, number,
-                     uniform or tokens <= blocks._covers[1])
-
-
-def _longest(bound: int, uniform: bool, tokens: int) -> int:
-    """Offsets past the end, which are cut there, may make the bound on a block's length as large as an int32."""
-    return bound if uniform else min(bound, max(tokens, 1))
+    return Partition.of(blocks.kv_offsets, blocks.kv_lengths, blocks.kv_bounds, blocks.max_kv_length, tokens, blocks._covers[1])
 
 
 # Not specialised on any number: a new sequence length must not compile anew, and launches are quicker. Members of a tuple cannot be left
@@ -136,7 +138,7 @@ def _list_chunks(lists, bounds, item_bounds, row, head, batch, starts, sizes, wi
     list_row = row_of_lists(lists, batch.to(tl.int64), head, row)
     row_at = batch * bounds.batch + head // bounds.group * bounds.head
     item_at = batch * item_bounds.batch + head // item_bounds.group * item_bounds.head
-    row_start, row_size = block_bounds(bounds.starts, bounds.sizes, row_at, row, bounds.length, bounds.tokens, bounds.starts is None)
+    row_start, row_size = block_bounds(bounds, row_at, row)
     count = tl.minimum(tl.load(lists.counts + list_row), lists.capacity)
     n_full, n_partial, n_pieces = 0, 0, 0
     for first in range(0, count * parts, SEGMENT):
@@ -144,8 +146,7 @@ def _list_chunks(lists, bounds, item_bounds, row, head, batch, starts, sizes, wi
         item = tl.load(lists.indices + list_row * lists.capacity + slot // parts, mask=slot < count * parts, other=-1)
         # Ids out of range count as absent.
         known = (item >= 0) & (item < lists.items)
-        item_start, item_size = block_bounds(item_bounds.starts, item_bounds.sizes, item_at, tl.where(known, item, 0),
-                                             item_bounds.length, item_bounds.tokens, item_bounds.starts is None)
+        item_start, item_size = block_bounds(item_bounds, item_at, tl.where(known, item, 0))
         offset = (slot % parts) * CHUNK
         start, size = item_start + offset, tl.minimum(item_size - offset, CHUNK)
         seen, complete = known & (size > 0), size == CHUNK
@@ -264,14 +265,14 @@ def block_lists(counts: Tensor, indices: Tensor, heads: int, items: int) -> List
     return Lists(counts.contiguous(), indices.contiguous(), *shared_strides(counts, heads), indices.shape[3], items)
 
 
-def work_queue(plan: Plan, listed: Listed, chunk: int, causal_shift: int | None = None, pieces: int = 1, piece: int = 0) -> Tensor:
+def work_queue(plan: Plan, listed: Listed, chunk: int, causal_shift: int | None, room: int, pieces: int = 1) -> Tensor:
     """The result of ``chunk_lists`` for query rows in one tensor, together with the order in which to take the rows: for each
     (batch, head) the longest list first.
 
     A part of ``plan`` and written at every call, whatever the lists are: whoever takes rows counts in it, so it serves one launch.
 
-    Packed chunks: every partial chunk is cut into pieces of ``piece`` tokens, the last of which may be shorter, and of all these, as they
-    follow one another, ``pieces`` make a packed chunk. With one piece that is the partial chunk itself.
+    Packed chunks: every partial chunk is cut into pieces, of which ``pieces`` fill a packed chunk of ``room`` tokens; the last one may be
+    shorter. As all these follow one another they make packed chunks. With one piece that is the partial chunk itself.
 
     int32: HEADER numbers, the first of which is 0; then for every (batch, head, rank) an entry of ENTRY numbers, of which six are used:
     first token, tokens, full chunks, packed chunks, row, partial chunks; then, as in ``ChunkLists`` and indexed by row, all starts; then
@@ -282,7 +283,7 @@ def work_queue(plan: Plan, listed: Listed, chunk: int, causal_shift: int | None 
     partial = not items.uniform or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
     queue = plan.working(HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width), dtype=torch.int32)
     # What is launched after a queue may begin before it is written.
-    more = dict(PIECE=piece or chunk, PIECES=pieces, EARLY=plan.device.type == "cuda")
+    more = dict(PIECE=room // pieces, PIECES=pieces, EARLY=plan.device.type == "cuda")
     _launch(plan, _launch_queue, listed, chunk, causal_shift, more, [queue])
     return queue
 
@@ -291,7 +292,7 @@ def extent(listed: Listed, chunk: int) -> tuple[int, int, int]:
     """(Batch, heads, most chunks that a row can have) of the chunks of ``listed``."""
     batch, heads = listed.counts.shape[:2]
     for axis in (listed.rows, listed.items):
-        if not axis.uniform:
+        if axis.starts is not None:
             batch, heads = max(batch, axis.starts.shape[0]), max(heads, axis.starts.shape[1])
     return batch, heads, max(listed.indices.shape[3] * -(-listed.items.length // chunk), 1)
 

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .arguments import Bounds
 from .chunks import Partition
 from .plans import Plan
-from .primitives import block_bounds, load_rows, store_rows
+from .primitives import load_rows, own_rows, store_rows
 from .quick_launch import QuickLaunch
 
 QUERIES = 64
@@ -45,16 +46,12 @@ class Accum(NamedTuple):
 def _preprocess_kernel(out, dout, dlse, lse, lse_dpsum, dq_accum, dq_semaphore, q_starts, q_sizes, out_batch, out_head, out_row,
                        do_batch, do_head, do_row, dlse_batch, dlse_head, dlse_row, bound_batch, bound_head, bound_group,
                        heads, q_len, block_length, slots, scale,
-                       UNIFORM: tl.constexpr, PARTS: tl.constexpr, HAS_DLSE: tl.constexpr, ORDERED: tl.constexpr, M: tl.constexpr,
-                       DIM: tl.constexpr):
-    block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    bound = batch * bound_batch + (head // bound_group) * bound_head
-    row, rows = block_bounds(q_starts, q_sizes, bound, block, block_length, q_len, UNIFORM)
-    slot = row // M + block + part
-    row, rows = row + part * M, rows - part * M
+                       PARTS: tl.constexpr, HAS_DLSE: tl.constexpr, ORDERED: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr):
+    bounds = Bounds(q_starts, q_sizes, bound_batch, bound_head, bound_group, block_length, q_len)
+    batch, head, block, row, rows = own_rows(tl.program_id(0), bounds, heads, M, PARTS)
     if rows <= 0:
         return
+    slot = row // M + block
     o = load_rows(out + batch * out_batch + head.to(tl.int64) * out_head, row, out_row, rows, M, DIM, DIM, True)
     do = load_rows(dout + batch * do_batch + head.to(tl.int64) * do_head, row, do_row, rows, M, DIM, DIM, True)
     lines = tl.arange(0, M)
@@ -90,15 +87,12 @@ def _preprocess_kernel(out, dout, dlse, lse, lse_dpsum, dq_accum, dq_semaphore, 
 @triton.jit
 def _postprocess_kernel(dq_accum, dq_semaphore, dq, q_starts, q_sizes, dq_batch, dq_head, dq_row, bound_batch, bound_head, bound_group,
                         heads, q_len, block_length, slots, scale,
-                        UNIFORM: tl.constexpr, PARTS: tl.constexpr, ORDERED: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr):
-    block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    bound = batch * bound_batch + (head // bound_group) * bound_head
-    row, rows = block_bounds(q_starts, q_sizes, bound, block, block_length, q_len, UNIFORM)
-    slot = row // M + block + part
-    row, rows = row + part * M, rows - part * M
+                        PARTS: tl.constexpr, ORDERED: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr):
+    bounds = Bounds(q_starts, q_sizes, bound_batch, bound_head, bound_group, block_length, q_len)
+    batch, head, block, row, rows = own_rows(tl.program_id(0), bounds, heads, M, PARTS)
     if rows <= 0:
         return
+    slot = row // M + block
     at = (batch * heads + head) * slots + slot
     mask = tl.full([M * DIM], True, tl.int1)
     if ORDERED:
@@ -121,8 +115,8 @@ def backward_preprocess(plan: Plan, dout: Tensor, dlse: Tensor | None, out: Tens
     given = lse if dlse is None else dlse
     # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
     numbers = (*out.stride()[:3], *dout.stride()[:3], *given.stride(), *queries.strides(heads), heads, q_len, queries.length, slots)
-    constants = dict(UNIFORM=queries.uniform, PARTS=parts, HAS_DLSE=dlse is not None, ORDERED=ordered, M=QUERIES, DIM=dim)
-    plan.launch(_launch_preprocess, (plan.device, out.dtype, dout.dtype, given.dtype, numbers, *constants.values()),
+    constants = dict(PARTS=parts, HAS_DLSE=dlse is not None, ORDERED=ordered, M=QUERIES, DIM=dim)
+    plan.launch(_launch_preprocess, (plan.device, out.dtype, dout.dtype, given.dtype, queries.uniform, numbers, *constants.values()),
                 (queries.number * parts, batch * heads, 1), (),
                 (out, dout, given, lse, lse_dpsum, dq_accum, dq_semaphore, *queries.tensors), (*numbers, scale), constants, {})
     return Accum(lse_dpsum, dq_accum, dq_semaphore)
@@ -133,9 +127,10 @@ def backward_postprocess(plan: Plan, accum: Accum, dq: Tensor, scale: float, que
     batch, heads, q_len, dim = dq.shape
     parts = -(-queries.length // QUERIES)
     numbers = (*dq.stride()[:3], *queries.strides(heads), heads, q_len, queries.length, accum.number)
-    constants = dict(UNIFORM=queries.uniform, PARTS=parts, ORDERED=accum.dq_semaphore is not None, M=QUERIES, DIM=dim)
-    plan.launch(_launch_postprocess, (plan.device, dq.dtype, numbers, *constants.values()), (queries.number * parts, batch * heads, 1), (),
-                (accum.dq_accum, accum.dq_semaphore, dq, *queries.tensors), (*numbers, scale), constants, {})
+    constants = dict(PARTS=parts, ORDERED=accum.dq_semaphore is not None, M=QUERIES, DIM=dim)
+    plan.launch(_launch_postprocess, (plan.device, dq.dtype, queries.uniform, numbers, *constants.values()),
+                (queries.number * parts, batch * heads, 1), (), (accum.dq_accum, accum.dq_semaphore, dq, *queries.tensors),
+                (*numbers, scale), constants, {})
 
 
 _launch_preprocess, _launch_postprocess = map(QuickLaunch, (_preprocess_kernel, _postprocess_kernel))

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .arguments import Bounds
 from .chunks import Listed, shared_strides
 from .dq_accum import KEYS, QUERIES
 from .plans import Plan
@@ -96,12 +97,13 @@ def _place(pair, block, part, blocks, parts, together):
 def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles, skipped,
                   list_batch, list_head, list_group, kv_batch, kv_head_stride, kv_group, q_batch, q_head_stride, q_group,
                   kv_heads, group, kv_blocks, kv_length, kv_tokens, q_length, q_tokens, width, parts, together, shift,
-                  M: tl.constexpr, N: tl.constexpr, SEGMENT: tl.constexpr, PARTS: tl.constexpr, UNIFORM_KV: tl.constexpr,
-                  UNIFORM_Q: tl.constexpr, CAUSAL: tl.constexpr):
+                  M: tl.constexpr, N: tl.constexpr, SEGMENT: tl.constexpr, PARTS: tl.constexpr, CAUSAL: tl.constexpr):
+    keys = Bounds(kv_starts, kv_sizes, kv_batch, kv_head_stride, kv_group, kv_length, kv_tokens)
+    queries = Bounds(q_starts, q_sizes, q_batch, q_head_stride, q_group, q_length, q_tokens)
     block = tl.program_id(0)
     kv_head, batch = tl.program_id(1) % kv_heads, tl.program_id(1) // kv_heads
     kv_at = batch * kv_batch + (kv_head // kv_group) * kv_head_stride
-    row, size = block_bounds(kv_starts, kv_sizes, kv_at, block, kv_length, kv_tokens, UNIFORM_KV)
+    row, size = block_bounds(keys, kv_at, block)
     iterations = tl.zeros([SEGMENT], tl.int32)
     for q_head in range(group):
         head = kv_head * group + q_head
@@ -112,7 +114,7 @@ def _tiles_kernel(counts, indices, kv_starts, kv_sizes, q_starts, q_sizes, tiles
         for first in range(0, count, SEGMENT):
             entry = first + tl.arange(0, SEGMENT)
             q_block = tl.load(indices + list_row * width + entry, mask=entry < count, other=0)
-            start, length = block_bounds(q_starts, q_sizes, q_at, q_block, q_length, q_tokens, UNIFORM_Q)
+            start, length = block_bounds(queries, q_at, q_block)
             seen = entry < count
             if CAUSAL:
                 # Blocks of queries that all come before these keys are skipped. Ids ascend, so they are the first of the list.
@@ -335,10 +337,9 @@ def schedule(plan: Plan, flipped: Listed, batch: int, heads: int, kv_heads: int,
     skipped = None if shift is None else plan.working(batch, heads, keys.number, dtype=torch.int32)
     numbers: tuple[int, ...] = (*strides, *keys.strides(kv_heads), *queries.strides(heads), kv_heads, group, keys.number, keys.length,
                                 keys.tokens, queries.length, queries.tokens, width, parts, together, shift or 0)
-    constants = dict(M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=power_of_2(parts), UNIFORM_KV=keys.uniform,
-                     UNIFORM_Q=queries.uniform, CAUSAL=shift is not None)
-    plan.launch(_launch_tiles, (plan.device, fit(numbers), *constants.values()), (keys.number, batch * kv_heads, 1), (),
-                (*flipped.tensors, tiles, skipped), numbers, constants, {})
+    constants = dict(M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=power_of_2(parts), CAUSAL=shift is not None)
+    plan.launch(_launch_tiles, (plan.device, fit(numbers), keys.uniform, queries.uniform, *constants.values()),
+                (keys.number, batch * kv_heads, 1), (), (*flipped.tensors, tiles, skipped), numbers, constants, {})
     constants = dict(OWN=16, OTHERS=128)
     plan.launch(_launch_order, (plan.device, fit((number, tail)), *constants.values()), (-(-tail // constants["OWN"]), 1, 1), (), (tiles,),
                 (number, tail), constants, {})

@@ -14,13 +14,14 @@ LARGEST_SUM = tl.constexpr(2.0 ** 120)
 
 
 @triton.jit
-def block_bounds(starts, sizes, at, block, length, tokens, UNIFORM: tl.constexpr):
-    """(first token, real tokens) of a block or of several: by arithmetic where all have ``length``, else read at ``at + block``."""
-    if UNIFORM:
-        start = block * length
-        return start, tl.minimum(tokens - start, length)
+def block_bounds(bounds, at, block):
+    """(first token, real tokens) of a block or of several of ``Bounds``: by arithmetic where all have one length, else read at
+    ``at + block``."""
+    if bounds.starts is None:
+        start = block * bounds.length
+        return start, tl.minimum(bounds.tokens - start, bounds.length)
     else:
-        return tl.load(starts + at + block), tl.load(sizes + at + block)
+        return tl.load(bounds.starts + at + block), tl.load(bounds.sizes + at + block)
 
 
 @triton.jit
@@ -30,8 +31,7 @@ def own_rows(place, bounds, heads, ROWS: tl.constexpr, PARTS: tl.constexpr):
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     block, before = place // PARTS, place % PARTS * ROWS
     at = batch * bounds.batch + head // bounds.group * bounds.head
-    row, rows = block_bounds(bounds.starts, bounds.sizes, at, block, bounds.length, bounds.tokens,
-                             bounds.starts is None)
+    row, rows = block_bounds(bounds, at, block)
     return batch, head, block, row + before, rows - before
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..blocks import BlockLists
 from ..device import device_limits
 from ..lowering.arguments import view
-from ..lowering.chunks import Listed, chunk_lists, kv_partition, q_partition
+from ..lowering.chunks import Listed, chunk_lists
 from ..lowering.inputs import descriptor, strided
 from ..lowering.primitives import (
     LOG2E,
@@ -190,7 +190,8 @@ def triton_backward(
     q, k, v, dout = map(strided, (q, k, v, dout))
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
-    q_blocks, kv_blocks = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
+    listed = Listed.of(blocks, q_len, kv_len)
+    q_blocks, kv_blocks = listed[2:]
     # Ragged blocks need not cover every row.
     dq = torch.empty_like(q) if q_blocks.covers else torch.zeros_like(q)
     dk, dv = (torch.empty_like(x) if kv_blocks.covers else torch.zeros_like(x) for x in (k, v))
@@ -209,7 +210,6 @@ def triton_backward(
         view(out), do_view, None if dlse is None else view(dlse), lse, delta, lse2, heads, q_len,
         M=DELTA_ROWS, DIM=dim, DIM_PAD=dim_pad, **FUSED)
 
-    listed = Listed.of(blocks, q_blocks, kv_blocks)
     chunks = chunk_lists(listed, heads, for_dq.block_n, shift)
     parts = triton.cdiv(q_blocks.length, for_dq.block_m)
     k_tiles, v_tiles = (descriptor(x, for_dq.block_n, dim_pad) for x in (k, v))

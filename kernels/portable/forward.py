@@ -13,7 +13,7 @@ from torch import Tensor
 from ..blocks import BlockLists
 from ..device import device_limits
 from ..lowering.arguments import Bounds, ChunkLists, view
-from ..lowering.chunks import Listed, chunk_lists, kv_partition, q_partition
+from ..lowering.chunks import Listed, chunk_lists
 from ..lowering.inputs import descriptor, strided
 from ..lowering.outputs import empty_outputs, nothing_attended
 from ..lowering.plans import Plan, Plans
@@ -143,7 +143,7 @@ def triton_forward(
     ``in_place``: out may take q's memory. A program loads the rows that it is going to write, masked to its block, before anything else.
     """
     q, k, v = map(strided, (q, k, v))
-    listed = Listed.of(blocks, q_partition(blocks, q.shape[2]), kv_partition(blocks, k.shape[2]))
+    listed = Listed.of(blocks, q.shape[2], k.shape[2])
     config = config or forward_config(q.shape[3], blocks.max_q_length, blocks.max_kv_length, device_limits(q.device))
     lse, *out = _forward((q, k, v), listed.tensors, listed.fixed, scale, causal, config, in_place)
     return (out[0] if out else q), lse

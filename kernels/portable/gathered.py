@@ -40,8 +40,7 @@ def _slots(ids, kv_bounds, bound_at, first, count, items, N: tl.constexpr):
     item = tl.load(ids + entry, mask=entry < count, other=-1)
     # Ids out of range count as absent.
     known = (item >= 0) & (item < items)
-    start, size = block_bounds(kv_bounds.starts, kv_bounds.sizes, bound_at, tl.where(known, item, 0), kv_bounds.length, kv_bounds.tokens,
-                               kv_bounds.starts is None)
+    start, size = block_bounds(kv_bounds, bound_at, tl.where(known, item, 0))
     return start + token, known & (token < size)
 
 

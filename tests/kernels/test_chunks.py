@@ -5,7 +5,7 @@ import torch
 from cases import INTERPRETED, ragged
 
 from ssta.kernels import BlockLists
-from ssta.kernels.lowering.chunks import ENTRY, HEADER, Listed, chunk_lists, extent, full_chunk, kv_partition, q_partition, work_queue
+from ssta.kernels.lowering.chunks import ENTRY, HEADER, Listed, chunk_lists, extent, full_chunk, work_queue
 from ssta.kernels.lowering.plans import Plan, Planned
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter is off")
@@ -14,15 +14,14 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Trit
 def queue_of(listed, chunk, shift=None):
     """A plan that gives a queue, for calls without a tensor: the lists are constants, as those of a layer that attends to fixed tiles."""
     plan = Plan(torch.device("cpu"), ())
-    plan.results.append(work_queue(plan, listed, chunk, shift))
+    plan.results.append(work_queue(plan, listed, chunk, shift, chunk))
     return Planned(plan)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_the_queue_holds_every_row_once_and_the_longest_lists_first(causal):
     blocks = BlockLists.from_mask(torch.rand(2, 3, 5, 6) < 0.5, 16, ragged([40, 7, 0, 33, 16, 20], "cpu"))
-    rows, items, shift = q_partition(blocks, 70), kv_partition(blocks, 116), 116 - 70 if causal else None
-    listed = Listed.of(blocks, rows, items)
+    listed, shift = Listed.of(blocks, 70, 116), 116 - 70 if causal else None
     chunks = chunk_lists(listed, 3, 16, shift)
     batch, heads, width = extent(listed, 16)
     assert (batch, heads, width) == (2, 3, chunks.starts.shape[3])
@@ -42,11 +41,10 @@ def test_the_queue_holds_every_row_once_and_the_longest_lists_first(causal):
     assert torch.equal(lengths.view_as(chunks.sizes)[partial], chunks.sizes[partial])
 
 
-@pytest.mark.parametrize("tokens, causal, sizes", [(96, False, 0), (100, False, 1), (96, True, 1)])
+@pytest.mark.parametrize("tokens, causal, sizes", [(144, False, 0), (132, False, 1), (144, True, 1)])
 def test_the_queue_has_no_room_for_partial_chunks_where_there_are_none(tokens, causal, sizes):
     blocks = BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 48, 48, capacity=3)
-    rows, items = q_partition(blocks, tokens), kv_partition(blocks, tokens)
-    queue, = queue_of(Listed.of(blocks, rows, items), 16, 0 if causal else None)()
+    queue, = queue_of(Listed.of(blocks, tokens, tokens), 16, 0 if causal else None)()
     entries = queue[HEADER.value:HEADER.value + 3 * ENTRY.value].view(3, -1)
     assert queue.numel() == HEADER.value + 3 * (ENTRY.value + (1 + sizes) * 3 * 3)
     assert bool((entries[:, 3] > 0).any()) == bool(sizes)
@@ -61,7 +59,7 @@ def test_a_full_chunk_is_an_equal_share_of_the_longest_blocks_or_fills_a_step(le
 
 def test_every_call_has_a_queue_of_its_own():
     blocks = BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 16, 16)
-    planned = queue_of(Listed.of(blocks, q_partition(blocks, 48), kv_partition(blocks, 48)), 16)
+    planned = queue_of(Listed.of(blocks, 48, 48), 16)
     # Whoever takes rows counts here.
     planned()[0][0] += 3
     assert planned()[0][0] == 0

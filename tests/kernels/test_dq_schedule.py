@@ -13,7 +13,7 @@ from cases import DEVICES, dq_patterns, spread  # noqa: E402
 
 from ssta.kernels import BlockLists, block_sparse_attention  # noqa: E402
 from ssta.kernels.lowering import dq_schedule  # noqa: E402
-from ssta.kernels.lowering.chunks import Listed, kv_partition, q_partition  # noqa: E402
+from ssta.kernels.lowering.chunks import Listed  # noqa: E402
 from ssta.kernels.lowering.dq_accum import KEYS, QUERIES  # noqa: E402
 from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
     BATCH,
@@ -38,8 +38,7 @@ from ssta.kernels.lowering.plans import Plan, Planned  # noqa: E402
 
 def made_of(blocks, q_len, kv_len, heads, kv_heads, programs, ordered, shift=None):
     """(the schedule, its tiles, lock values)"""
-    axes = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
-    listed, flipped = Listed.of(blocks, *axes), Listed.of(blocks.transpose(), *reversed(axes))
+    listed, flipped = Listed.of(blocks, q_len, kv_len), Listed.of(blocks.transpose(), kv_len, q_len)
     plan = Plan(blocks.device, [])
     made = schedule(plan, flipped, 2, heads, kv_heads, programs, ordered, shift)
     plan.results += [made.tiles, *([lock_values(plan, made, listed, flipped, 2, heads, kv_heads)] if ordered else [])]

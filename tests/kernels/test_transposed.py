@@ -9,7 +9,7 @@ from cases import DEVICES  # noqa: E402
 
 from ssta.kernels import BlockLists  # noqa: E402
 from ssta.kernels.block_masks import prefix_mask  # noqa: E402
-from ssta.kernels.lowering.chunks import Listed, kv_partition, q_partition  # noqa: E402
+from ssta.kernels.lowering.chunks import Listed  # noqa: E402
 from ssta.kernels.lowering.transposed import transposed  # noqa: E402
 
 
@@ -22,7 +22,7 @@ def test_transposed(device, rows, items):
     indices = torch.randint(-2, items + 3, (2, 3, rows, items), device=device, dtype=torch.int32)
     blocks = BlockLists(counts, indices, 2, 4, num_kv_blocks=items)
     wanted = blocks.transpose()
-    found, ids, *_ = transposed(Listed.of(blocks, q_partition(blocks, 2 * rows), kv_partition(blocks, 4 * items)))
+    found, ids, *_ = transposed(Listed.of(blocks, 2 * rows, 4 * items))
     assert torch.equal(found, wanted.counts) and ids.shape == wanted.indices.shape and ids.dtype == torch.int32
     used = prefix_mask(found, ids.shape[3])
     assert torch.equal(ids[used], wanted.indices[used])
