@@ -160,7 +160,7 @@ class SSTAHandle:
             applied = installation_of(module) is installation
             for site, processor in installation.processors(module) if applied else installation.left:
                 runs.append(processor.last_run(f"{name}.{site}" if name else site))
-        return RunReport([run for run in runs if run is not None], models=len(self._installed))
+        return RunReport([run for run in runs if run is not None])
 
     def layers(self) -> list[tuple[str, nn.Module, ModelContext, list[tuple[str, SSTAProcessor]]]]:
         """(name, model, context, its processors by site) of each transformer that still has SSTA. For use inside the package."""

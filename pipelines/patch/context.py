@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ssta import SSTAConfig, TokenLayout
 from ssta.kernels.notices import warn_once
@@ -20,7 +20,6 @@ from ..schedule.progress import Generation, Progress, Step
 from ..schedule.schedule import Schedule
 from .call import CallState
 from .family import Family
-from .report import Stopwatch
 
 
 @dataclass
@@ -83,7 +82,6 @@ class ModelContext:
         self.wholly_dense = False
         # The method of which every layer has a trained branch, with which attention to all tiles is not dense attention either.
         self.method: str | None = None
-        self.stopwatch = Stopwatch()
         self.parallel = Parallelism(model, family)
         # Whether all ranks are asked, in each generation's first step, if they do the same.
         self.check_ranks = False
@@ -91,9 +89,6 @@ class ModelContext:
         self.layouts: dict[tuple, TokenLayout] = {}
         self._progress = progress
         self._count = _StepCount()
-        # How many forwards were timed, and which of them ended last.
-        self._forwards = 0
-        self.last_forward: int | None = None
         self._forget_calls()
 
     def _forget_calls(self) -> None:
@@ -131,11 +126,6 @@ class ModelContext:
     def thw(self) -> tuple[int, int, int]:
         """The canvas (t, h, w), in tokens, of this thread's forward; raises as ``call`` does."""
         return self.call.thw
-
-    @property
-    def forward(self) -> int | None:
-        """The number of this thread's forward, among those that are timed."""
-        return getattr(self._calls, "forward", None)
 
     @property
     def dense_step(self) -> bool:
@@ -176,18 +166,11 @@ class ModelContext:
         """Within it ``state`` is that of this thread's forward, which gradient checkpointing takes up again in whatever thread it likes."""
         return having(self._calls, "state", state)
 
-    def finish(self, model: nn.Module, args: tuple, output: object) -> None:
-        """Forward hook of the transformer."""
-        if not torch.compiler.is_compiling():
-            self.stopwatch.stop()
-            self.last_forward = self.forward
-
     # Steps are counted outside of compiled graphs, which would be compiled anew for each of them.
     @torch.compiler.disable
     def _follow(self, arguments: dict, state: CallState) -> tuple[bool, float | None]:
-        """Counts the forward's step, and starts the stopwatch; whether the step is dense, and the density that the schedule has for it."""
+        """Counts the forward's step; whether it is dense, and the density that the schedule has for it."""
         schedule, dense, density = self.schedule, self.wholly_dense, None
-        self._calls.forward = None
         if getattr(self._calls, "densely", False):
             return True, None
         step = self._progress.step(arguments.get("timestep"))
@@ -205,8 +188,5 @@ class ModelContext:
                       f"nor a pipeline, nor {type(self._progress.scheduler).__name__}; they do nothing for it. Call it from the pipeline "
                       "that SSTA was applied to")
         with self._counting:
-            self._forwards += 1
-            self._calls.forward = self._forwards
             self._count.add(dense, *((None, -1) if step is None else (step.generation, step.position)))
-        self.stopwatch.start(next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu")))
         return dense, density

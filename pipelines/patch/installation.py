@@ -122,7 +122,6 @@ def install(
         hooks = installation.hooks
         hooks.append(model.register_forward_pre_hook(context.capture, with_kwargs=True))
         hooks.append(model.register_forward_pre_hook(partial(resume_recomputations, context)))
-        hooks.append(model.register_forward_hook(context.finish))
         if context.family.split is not None:
             hooks.extend(context.family.split.hooks(model, context.state))
         context.parallel.prepare(model)

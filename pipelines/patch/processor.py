@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 from torch import Tensor
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention
@@ -30,7 +30,6 @@ from ssta.selection import Selection
 from ..ranks.exchange_timer import ExchangeTimer
 from ..schedule.changes import at_density, warn_of_the_window
 from ..schedule.progress import is_fake
-from .backends import default_is_sdpa
 from .context import ModelContext
 from .kept_selection import Holder
 from .report import LayerRun, Stopwatch
@@ -55,7 +54,6 @@ class _LastRun(NamedTuple):
     counts: Tensor | None
     mass: ExactMass | None     # as in a LayerResult
     part: tuple[int, int, int, int] | None  # rank, ranks, own heads, all heads
-    forward: int | None  # ModelContext.forward
 
 
 class SSTAProcessor:
@@ -246,9 +244,8 @@ class SSTAProcessor:
     def _noted(self, result: LayerResult | Tensor, backend: str | None, layout: TokenLayout, dense: bool,
                part: tuple[int, int, int, int] | None) -> Tensor:
         """``[B, S, H, D]`` of a result ``[B, H, S, D]``; keeps what the report asks for, and stops the time."""
-        timed = not torch.compiler.is_compiling()
         out, selection, route = (result, None, None) if isinstance(result, Tensor) else (result.out, result.selection, result.route)
-        if timed:
+        if not torch.compiler.is_compiling():
             self._exchange.note("returned")
             self._stopwatch.stop()
         # Counts of lists stay on the device until somebody asks for the report.
@@ -256,8 +253,7 @@ class SSTAProcessor:
         kind = None if blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
         mass = None if dense or isinstance(result, Tensor) else result.mass
         tiles, counts = (None, None) if dense or blocks is None else (blocks.num_kv_blocks or blocks.num_q_blocks, blocks.counts)
-        self._last = _LastRun(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part,
-                          self.context.forward if timed else None)
+        self._last = _LastRun(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part)
         return out.transpose(1, 2)
 
     def _attend_sparsely(self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None, kv_layout: TokenLayout | None
@@ -303,9 +299,8 @@ class SSTAProcessor:
         """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend; see
         ``Route.outruns_dense``. Models that are trained keep SDPA, whose backward needs less memory. A backend that somebody chose is used.
         """
-        if self._attention_backend is not None or not default_is_sdpa():
-            return False
-        if torch.is_grad_enabled() and query.requires_grad:
+        chosen = self._attention_backend is not None or _AttentionBackendRegistry.get_active_backend()[0] != AttentionBackendName.NATIVE
+        if chosen or torch.is_grad_enabled() and query.requires_grad:
             return False
         return choose_route(self.context.impl, query.device, query.dtype, query.shape[-1]).outruns_dense
 
@@ -322,8 +317,6 @@ class SSTAProcessor:
         density = 1.0 if run.counts is None or run.tiles is None else float(run.counts.double().mean()) / run.tiles
         steps, always_dense = self.context.steps, self.config is None
         dense = steps if always_dense or steps is None else self.context.dense_steps
-        seconds, whole = self._stopwatch.seconds(), self.context.stopwatch.seconds()
-        share = None if seconds is None or not whole or run.forward != self.context.last_forward else seconds / whole
         masses = None if run.mass is None else run.mass.tensor()
         rank, ranks, own, heads = run.part or (0, 1, None, None)
         by: tuple[tuple[str, str], ...] = ()
@@ -331,8 +324,8 @@ class SSTAProcessor:
             device, dtype, dim, _ = run.kind
             by = choose_backend(self.context.impl, device, dtype, dim).names
         return LayerRun(
-            layer, f"dense, {name}" if run.dense else name, run.thw, run.tokens, run.tiles, density, steps, dense, seconds, share,
-            () if route is None else route.explain(),
+            layer, f"dense, {name}" if run.dense else name, run.thw, run.tokens, run.tiles, density, steps, dense,
+            self._stopwatch.seconds(), () if route is None else route.explain(),
             exact_mass=None if masses is None else mass_summary(masses),
             without_estimate=None if masses is None else heads_without_estimate(masses),
             by=by, rank=rank, ranks=ranks, own_heads=own, heads=heads,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +27,6 @@ class LayerRun:
             forwards since ``apply_ssta``. None under a torch.compile of the whole model, which leaves no trace.
         dense_steps: in how many of them the layer was dense.
         seconds: time of the last attention, from q, k and v to its output; None where it ran inside a compiled or captured graph.
-        time_share: ``seconds`` over the time of the model's last forward; None where either is unknown, and for a layer that did not run in
-            that forward, as under a step cache.
         explanation: for each faster implementation that was not taken, why.
         exact_mass: share of the softmax mass that was computed exactly, an estimate carried the rest: the mean, the 5th percentile over
             (head, query tile) pairs, and the mean of the worst head, of the heads that have an estimate. None where none has, without
@@ -52,7 +49,6 @@ class LayerRun:
     steps: int | None = None
     dense_steps: int | None = None
     seconds: float | None = None
-    time_share: float | None = None
     explanation: tuple[str, ...] = ()
     exact_mass: tuple[float, float, float] | None = None
     without_estimate: tuple[int, int] | None = None
@@ -72,11 +68,7 @@ class LayerRun:
 
 
 class RunReport(list):
-    """A list of ``LayerRun``, in the order of ``models`` models' layers, which prints as a table and, below it, why nothing faster ran."""
-
-    def __init__(self, runs: Iterable[LayerRun] = (), models: int = 1) -> None:
-        super().__init__(runs)
-        self.models = models
+    """A list of ``LayerRun``, in the order of the layers, which prints as a table and, below it, why nothing faster ran."""
 
     def mean_density(self) -> float:
         """Attended share of the tile pairs, the mean over layers and over the steps that were seen, dense ones included.
@@ -91,9 +83,8 @@ class RunReport(list):
     def __str__(self) -> str:
         if not self:
             return "no layer has run with SSTA yet"
-        shares = [run.time_share for run in self if run.time_share is not None]
-        share = f"{sum(shares) / self.models:.1%}" if shares else "-"
-        total = {"layer": "all, dense steps included", "density": f"{self.mean_density():.1%}", "time share": share}
+        seconds = [run.seconds for run in self if run.seconds is not None]
+        total = {"layer": "all, dense steps included", "density": f"{self.mean_density():.1%}", "ms": _ms(sum(seconds) or None)}
         lines = [*map(_cells, self), total]
         # Columns that only some configurations have are left out where they are empty.
         head = [name for name in lines[0] if name not in _OPTIONAL or any(line.get(name, "-") != "-" for line in lines)]
@@ -124,9 +115,11 @@ def _cells(run: LayerRun) -> dict[str, str]:
         "dense steps": "-" if run.steps is None else f"{run.dense_steps} of {run.steps}",
         "exact mass": "-" if run.exact_mass is None else " / ".join(f"{100 * share:.0f} %" for share in run.exact_mass),
         "no estimate": "{} of {} heads".format(*run.without_estimate) if run.without_estimate and run.without_estimate[0] else "-",
-        "ms": "-" if run.seconds is None else f"{run.seconds * 1e3:.2f}",
-        "exchange, ms": "-" if run.exchange_seconds is None else f"{run.exchange_seconds * 1e3:.2f}",
-        "time share": "-" if run.time_share is None else f"{run.time_share:.1%}"}
+        "ms": _ms(run.seconds), "exchange, ms": _ms(run.exchange_seconds)}
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f}"
 
 
 class _Lap:

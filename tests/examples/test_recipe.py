@@ -100,7 +100,7 @@ def test_each_switch_does_what_it_says(switch, recipe, lora, known):
         out, _, _ = generated(recipe, made(recipe, ["compile"], lora, graphs))
         assert graphs.count and distance(out, plain) < 1e-4
         return
-    out, report, calls = known(switch)
+    out, _, calls = known(switch)
     if switch == "int8":
         assert 1e-5 < distance(out, plain) < 0.05
     elif switch == "lora":
@@ -112,7 +112,6 @@ def test_each_switch_does_what_it_says(switch, recipe, lora, known):
         assert distance(out, adapted) < 1e-4 and distance(out, plain) > 0.01
     else:
         assert calls < 2 * STEPS and 1e-4 < distance(out, plain) < 1
-    assert sum(run.time_share or 0 for run in report) <= 1
 
 
 # What "mag" refuses to be compiled with, and what test_all_together compiles.

@@ -234,7 +234,7 @@ def test_on_a_gpu_attention_is_exact_sparse_timed_and_never_waits(name, monkeypa
         assert torch.equal(run(model, call), first) and not torch.equal(first, stock)
         layers = handle.report()
         assert layers[0].implementation.startswith("dense, ") and layers[1].implementation == "triton"
-        assert all(0 < layer.time_share < 1 for layer in layers)
+        assert all(0 < layer.seconds < 1 for layer in layers)
     assert torch.equal(run(model, call), stock)
 
 

@@ -92,19 +92,6 @@ def test_comparisons_count_heads_without_an_estimate():
     assert without_estimate(report) == pytest.approx(3 / 8) and without_estimate(RunReport([run])) is None
 
 
-def test_a_layer_that_a_step_cache_skipped_has_no_share_of_the_last_forward():
-    model, call = wan(1 / 6), TINY["wan"].call()
-    with apply_ssta(model, SPARSE, schedule=Schedule()) as handle:
-        run(model, call)
-        assert all(0 < layer.time_share <= 1 for layer in handle.report())
-        skipped = model.blocks[0]
-        skipped.forward = lambda hidden_states, *_, **__: hidden_states
-        run(model, call)
-        first, second = handle.report()
-        assert first.seconds is not None and first.time_share is None and 0 < second.time_share <= 1
-        del skipped.forward
-
-
 def test_mean_percentile_and_worst_head():
     shares = torch.linspace(0, 1, 101)[None, None].repeat(1, 2, 1)
     shares[:, 1] = 0.9
