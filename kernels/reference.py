@@ -45,30 +45,6 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float
     return out.to(q.dtype), lse
 
 
-def reference_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
-                       scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) by the definition, without autograd, which does not record inside of an operator.
-
-    out and lse may be of a softmax that goes on beyond these blocks, as every backward takes them: each row of the definition is then the
-    share exp(its own lse - lse) of what it is a part of.
-    """
-    with without_autocast(q.device.type):
-        own, own_lse = reference_attention(q, k, v, blocks, scale, causal)
-        dtype, group = own_lse.dtype, q.shape[1] // k.shape[1]
-        queries, keys, values, dout, out = (x.to(dtype) for x in (q, k, v, dout, out))
-        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-        scores = ((queries @ keys.mT) * scale).masked_fill(~token_mask(q, k, blocks, causal), float("-inf"))
-        share = torch.where(own_lse.isfinite(), (own_lse - lse).exp(), 0.0)
-        weights = torch.softmax(scores, -1).masked_fill((own_lse == float("-inf"))[..., None], 0.0) * share[..., None]
-        # What is not finite in a value is in the output of rows that see it, and in the gradients of these.
-        dout = dout.masked_fill(own.isnan(), 0.0)
-        delta = (dout * out).sum(-1) - (0.0 if dlse is None else dlse)
-        dscores = weights * (dout @ values.masked_fill(~values.isfinite(), 0.0).mT - delta[..., None]) * scale
-        dq, dk, dv = dscores @ keys, dscores.mT @ queries, weights.mT @ dout
-        dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
 def token_mask(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool = False) -> Tensor:
     """bool ``[B, Hq, Sq, Skv]``: which query token sees which key token."""
     batch, heads, q_len, _ = q.shape

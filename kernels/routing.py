@@ -185,8 +185,9 @@ TABLE = (
                    gathered="portable.gathered:gathered_forward"),
     Implementation("torch", "eager.blocks:torch_forward", "eager.blocks:torch_backward", triton=False),
 )
-# The specification is not in the table: only an explicit choice takes it.
-_REFERENCE = Implementation("reference", "reference:reference_attention", "reference:reference_backward", triton=False)
+# The specification is not in the table: only an explicit choice takes it. Where autograd does not record it, as inside of an operator, its
+# gradients are plain torch's.
+_REFERENCE = Implementation("reference", "reference:reference_attention", "eager.blocks:torch_backward", triton=False)
 _ROWS = {row.name: row for row in (*TABLE, _REFERENCE)}
 # A row and those that its backward can be left to.
 _ROWS_FROM = {row.name: TABLE[number:] for number, row in enumerate(TABLE)} | {_REFERENCE.name: (_REFERENCE,)}
