@@ -158,19 +158,27 @@ def _lists_kernel(lists, bounds, item_bounds, counts, indices, sizes, rows, row_
 
 
 @triton.jit
-def _copy_kernel(x, filled, bounds, x_batch, x_head, x_row, filled_batch, filled_head, filled_row, heads, length,
-                 FILL: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Between the tokens x of blocks and their slots, ``length`` tokens a block: into the slots with FILL, else out of them."""
+def _slot_rows(bounds, heads, length, ROWS: tl.constexpr):
+    """(batch, head, the first of a program's ROWS places in slots, their tokens, which of them have one); ``length`` places a block."""
     head, batch = (tl.program_id(1) % heads).to(tl.int64), (tl.program_id(1) // heads).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * ROWS
     block = (first // length).to(tl.int32)
     at = batch * bounds.batch + head // bounds.group * bounds.head
     start, size = block_bounds(bounds, at, block)
-    row, dims = (first - block * tl.cast(length, tl.int64)).to(tl.int32) + tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
-    tokens = x + batch * x_batch + head * x_head + (start + row).to(tl.int64)[:, None] * x_row + dims[None, :]
+    row = (first - block * tl.cast(length, tl.int64)).to(tl.int32) + tl.arange(0, ROWS)
+    return batch, head, first, (start + row).to(tl.int64), row < size
+
+
+@triton.jit
+def _copy_kernel(x, filled, bounds, x_batch, x_head, x_row, filled_batch, filled_head, filled_row, heads, length,
+                 FILL: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Between the tokens x of blocks and their slots, ``length`` tokens a block: into the slots with FILL, else out of them."""
+    batch, head, first, token, real = _slot_rows(bounds, heads, length, ROWS)
+    dims = tl.arange(0, DIM_PAD)
+    tokens = x + batch * x_batch + head * x_head + token[:, None] * x_row + dims[None, :]
     places = filled + batch * filled_batch + head * filled_head + (first + tl.arange(0, ROWS))[:, None] * filled_row + dims[None, :]
     inside = dims[None, :] < DIM
-    real = (row < size)[:, None] & inside
+    real = real[:, None] & inside
     if FILL:
         tl.store(places, tl.load(tokens, mask=real, other=0.0), mask=inside)
     else:
@@ -182,14 +190,9 @@ def _results_kernel(out, dout, lse, dlse, out_filled, dout_filled, lse_filled, b
                     dout_row, heads, places, tokens, length, FOLD: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
                     DIM_PAD: tl.constexpr):
     """See ``Axis.fill_results``."""
-    head, batch = (tl.program_id(1) % heads).to(tl.int64), (tl.program_id(1) // heads).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    block = (first // length).to(tl.int32)
-    at = batch * bounds.batch + head // bounds.group * bounds.head
-    start, size = block_bounds(bounds, at, block)
-    row, dims = (first - block * tl.cast(length, tl.int64)).to(tl.int32) + tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
-    inside, real = dims[None, :] < DIM, row < size
-    token = (start + row).to(tl.int64)
+    batch, head, first, token, real = _slot_rows(bounds, heads, length, ROWS)
+    dims = tl.arange(0, DIM_PAD)
+    inside = dims[None, :] < DIM
     mask = real[:, None] & inside
     o = tl.load(out + batch * out_batch + head * out_head + token[:, None] * out_row + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     do = tl.load(dout + batch * dout_batch + head * dout_head + token[:, None] * dout_row + dims[None, :], mask=mask,
