@@ -12,7 +12,6 @@ from ..patch.canvas import from_bcfhw
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope_of_halves
-from ..patch.streams import Stream, later
 from ..ranks.split import Split, gathered, split
 
 # For each axis a table of cosines and one of sines, ``[positions, D / 3]``; and for each axis every token's position, ``[1, t*h*w]``.
@@ -32,14 +31,8 @@ class AllegroSSTAProcessor(SSTAProcessor):
         image_rotary_emb: RotaryEmb | None = None,
     ) -> Tensor:
         """hidden_states ``[B, t*h*w, C]``; the pipeline gives no mask."""
-        if attention_mask is not None:
-            raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
-        layout = self.around(hidden_states.shape[1])
         turned = None if image_rotary_emb is None else partial(self._turned, image_rotary_emb)
-        query, key, value = self.joined(
-            [Stream(later(attn.to_q, hidden_states), then=turned)], [Stream(later(attn.to_k, hidden_states), then=turned)],
-            [Stream(later(attn.to_v, hidden_states))], layout, heads=attn.heads)
-        return attn.to_out[1](attn.to_out[0](self.attend(query, key, value, layout).flatten(2, 3)))
+        return self.self_attention(attn, hidden_states, self.around(hidden_states.shape[1]), attention_mask, turned=turned)
 
     def _turned(self, image_rotary_emb: RotaryEmb, x: Tensor) -> Tensor:
         tables, positions = image_rotary_emb

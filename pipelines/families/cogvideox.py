@@ -12,7 +12,7 @@ from ..patch.canvas import from_bfchw
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope
-from ..patch.streams import Projected, Stream, later
+from ..patch.streams import fused
 from ..ranks.split import Split, gathered, split
 
 
@@ -28,34 +28,22 @@ class CogVideoXSSTAProcessor(SSTAProcessor):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """hidden_states ``[B, t*h*w, C]``, encoder_hidden_states ``[B, L, C]``; the pipelines give no mask."""
-        if attention_mask is not None:
-            raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
         text_len = encoder_hidden_states.shape[1]
         layout = self.around(text_len + hidden_states.shape[1], before=text_len)
         # Both angles of a pair are given, and are the same.
         angles = None if image_rotary_emb is None else tuple(of[:, None, 0::2] for of in image_rotary_emb)
-        q, k, v = self.project(attn, torch.cat([encoder_hidden_states, hidden_states], dim=1))
 
         def turned(x: Tensor) -> Tensor:
             return x if angles is None else torch.cat([x[:, :text_len], apply_rope(x[:, text_len:], *angles)], dim=1)
 
-        query, key, value = self.joined([Stream(q, attn.norm_q, then=turned)], [Stream(k, attn.norm_k, then=turned)], [Stream(v)], layout,
-                                        heads=attn.heads)
-        del q, k, v
-        out = self.attend(query, key, value, layout).flatten(2, 3)
-        out = attn.to_out[1](attn.to_out[0](out))
+        out = self.self_attention(attn, torch.cat([encoder_hidden_states, hidden_states], dim=1), layout, attention_mask, turned=turned)
         return out[:, text_len:], out[:, :text_len]
-
-    def project(self, attn: nn.Module, x: Tensor) -> tuple[Projected, Projected, Projected]:
-        """q, k and v of ``[B, S, C]``, flat."""
-        return later(attn.to_q, x), later(attn.to_k, x), later(attn.to_v, x)
 
 
 class FusedCogVideoXSSTAProcessor(CogVideoXSSTAProcessor):
     """The processor for models whose projections are fused by ``fuse_qkv_projections``."""
 
-    def project(self, attn: nn.Module, x: Tensor) -> tuple[Projected, Projected, Projected]:
-        return attn.to_qkv(x).chunk(3, dim=-1)
+    projections = staticmethod(fused)
 
 
 _SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1",

@@ -11,7 +11,6 @@ from ..patch.canvas import from_bcfhw
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope_of_halves
-from ..patch.streams import Stream, later
 from ..ranks.after_gather import shared_gradients
 from ..ranks.split import Split, gathered, split, split_outputs
 
@@ -28,21 +27,13 @@ class CosmosSSTAProcessor(SSTAProcessor):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """hidden_states ``[B, t*h*w, C]``, image_rotary_emb ``[t*h*w, D]`` each; the model gives no mask."""
-        if attention_mask is not None:
-            raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
-        layout = self.around(hidden_states.shape[1])
-
         def turned(x: Tensor) -> Tensor:
             if image_rotary_emb is None:
                 return x
             # The angles of both halves are the same.
             return apply_rope_of_halves(x, *(of[:, None, :x.shape[-1] // 2] for of in image_rotary_emb))
 
-        query, key, value = self.joined(
-            [Stream(later(attn.to_q, hidden_states), attn.norm_q, then=turned)],
-            [Stream(later(attn.to_k, hidden_states), attn.norm_k, then=turned)],
-            [Stream(later(attn.to_v, hidden_states))], layout, heads=attn.heads)
-        return attn.to_out[1](attn.to_out[0](self.attend(query, key, value, layout).flatten(2, 3)))
+        return self.self_attention(attn, hidden_states, self.around(hidden_states.shape[1]), attention_mask, turned=turned)
 
 
 _SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1", stock=CosmosAttnProcessor2_0, replacement=CosmosSSTAProcessor)

@@ -16,13 +16,15 @@ from ..patch.canvas import from_bcfhw, histories_before
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope
-from ..patch.streams import Stream, projections
+from ..patch.streams import fusible
 from ..ranks.after_gather import shared_gradients
 from ..ranks.split import Split, gathered, split
 
 
 class HeliosSSTAProcessor(SSTAProcessor):
     """Attends as the self-attention of ``HeliosAttnProcessor`` does, to selected tiles only, of the chunk and of all histories."""
+
+    projections = staticmethod(fusible)
 
     def __call__(
         self,
@@ -36,10 +38,7 @@ class HeliosSSTAProcessor(SSTAProcessor):
         """hidden_states ``[B, histories + t*h*w, C]``, rotary_emb ``[B, histories + t*h*w, 2 * D]``, cosines and then sines, of both
         channels of a pair; original_context_length is t*h*w. On several ranks all are those of its part
         of the sequence."""
-        if attention_mask is not None:
-            raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
         layout = self.around(hidden_states.shape[1], before=self.context.call.before)
-        q, k, v = projections(attn, hidden_states)
 
         def turned(x: Tensor) -> Tensor:
             return x if rotary_emb is None else apply_rope(x, *rotary_emb[..., None, ::2].chunk(2, dim=-1))
@@ -52,10 +51,7 @@ class HeliosSSTAProcessor(SSTAProcessor):
             scale = 1 + torch.sigmoid(attn.history_key_scale) * (attn.max_scale - 1)
             return torch.cat([(x[:, :history] * scale.view(1, 1, -1, 1)).to(x.dtype), x[:, history:]], dim=1)
 
-        query, key, value = self.joined([Stream(q, attn.norm_q, then=turned)], [Stream(k, attn.norm_k, then=amplified)], [Stream(v)],
-                                        layout, heads=attn.heads, across_heads=True)
-        out = self.attend(query, key, value, layout).flatten(2, 3).to(query.dtype)
-        return attn.to_out[1](attn.to_out[0](out))
+        return self.self_attention(attn, hidden_states, layout, attention_mask, turned=turned, turned_keys=amplified, across_heads=True)
 
 
 def _tokens(arguments: Mapping[str, Any], grids: int) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ..patch.canvas import from_numbers
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
-from ..patch.streams import Stream, later
 from ..ranks.split import Split, gathered, split, split_outputs
 
 
@@ -28,17 +27,10 @@ class LTXVideoSSTAProcessor(SSTAProcessor):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """hidden_states ``[B, conditions + t*h*w, C]``; a self-attention is called without a mask."""
-        if attention_mask is not None:
-            raise ValueError(f"attention_mask must be None in self-attention, got shape {tuple(attention_mask.shape)}")
         # Every head has channels of the angles for itself.
         angles = None if image_rotary_emb is None else tuple(of.unflatten(2, (attn.heads, -1)) for of in image_rotary_emb)
         layout = self.around(hidden_states.shape[1], before=None)
-        query, key, value = self.joined(
-            [Stream(later(attn.to_q, hidden_states), attn.norm_q, angles)],
-            [Stream(later(attn.to_k, hidden_states), attn.norm_k, angles)],
-            [Stream(later(attn.to_v, hidden_states))], layout, heads=attn.heads, across_heads=True)
-        out = self.attend(query, key, value, layout)
-        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
+        return self.self_attention(attn, hidden_states, layout, attention_mask, angles=angles, across_heads=True)
 
 
 def tokens_given(arguments: Mapping[str, Any], grids: int) -> int:

@@ -16,12 +16,14 @@ from ssta import DenseRun
 from ..patch.branched import BranchedProcessor
 from ..patch.canvas import from_coordinates
 from ..patch.family import Family, stack_sites
-from ..patch.streams import Stream, projections
+from ..patch.streams import fusible
 from ..ranks.split import Split, stock_plan
 
 
 class MiniMaxH3SSTAProcessor(BranchedProcessor):
     """Attends as ``MiniMaxH3AttnProcessor`` does, to selected tiles of the video only; everything before the video stays dense."""
+
+    projections = staticmethod(fusible)
 
     def __call__(
         self,
@@ -31,25 +33,14 @@ class MiniMaxH3SSTAProcessor(BranchedProcessor):
         attention_mask: Tensor | None = None,
     ) -> Tensor:
         """hidden_states ``[B, others + t*h*w, C]``; the model gives no mask."""
-        if attention_mask is not None:
-            raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}")
-        layout = self.around(hidden_states.shape[1], before=None)
-        q, k, v = projections(attn, hidden_states)
-
-        def turned(x: Tensor) -> Tensor:
-            return x if rotary_emb is None else _rotated(x, *rotary_emb)
-
-        query, key, value = self.joined([Stream(q, attn.norm_q, then=turned)], [Stream(k, attn.norm_k, then=turned)], [Stream(v)], layout,
-                                        heads=attn.heads)
-        del q, k, v
-        out = self.attend_in(attn, hidden_states, query, key, value, layout)
-        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
+        turned = None if rotary_emb is None else partial(_rotated, rotary_emb)
+        return self.self_attention(attn, hidden_states, self.around(hidden_states.shape[1], before=None), attention_mask, turned=turned)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(angles: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
     """RoPE on the leading channels of ``[B, S, H, D]``, as many as cos and sin ``[S, R]`` have: channel i pairs with i + R / 2."""
-    half = cos.shape[-1] // 2
-    cos, sin = (angle.to(x.dtype)[None, :, None, :half] for angle in (cos, sin))
+    half = angles[0].shape[-1] // 2
+    cos, sin = (angle.to(x.dtype)[None, :, None, :half] for angle in angles)
     first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .processor import Given, SSTAProcessor
 
 
 class BranchedProcessor(SSTAProcessor):
-    """Base of the processors that ``apply_vsa`` and ``apply_sla`` know: in ``__call__`` they say ``attend_in`` for ``attend``.
+    """Base of the processors that ``apply_vsa`` and ``apply_sla`` know, which call ``self_attention``.
 
     Attributes:
         method: attends in its place: (processor, attention module, what came into it, query, key, value, layout) -> ``[B, S, H, D]``; None
@@ -25,11 +26,8 @@ class BranchedProcessor(SSTAProcessor):
 
     method: Callable[..., Tensor] | None = None
 
-    def attend_in(self, attn: Any, hidden_states: Tensor, query: Given, key: Given, value: Given, layout: TokenLayout) -> Tensor:
-        """``attend``, or what the method makes of it and of what came into the attention module."""
-        if self.method is None:
-            return self.attend(query, key, value, layout)
-        return self.method(self, attn, hidden_states, query, key, value, layout)
+    def attending(self, attn: Any, x: Tensor) -> Callable[..., Tensor]:
+        return self.attend if self.method is None else partial(self.method, self, attn, x)
 
     def attend_by(self, attended: Callable[..., LayerResult], query: Given, key: Given, value: Given, layout: TokenLayout, *others: Tensor
                   ) -> Tensor:

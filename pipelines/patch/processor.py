@@ -33,7 +33,7 @@ from ..schedule.progress import is_fake
 from .context import ModelContext
 from .kept_selection import Holder
 from .report import LayerRun, Stopwatch
-from .streams import TORCH_NORMS, Norms, Stream, finished, joined
+from .streams import TORCH_NORMS, Norms, Stream, apart, finished, joined
 
 # What attention gets of q, k and v: they themselves, their projections, or what other ranks send.
 Given = Input | Sent
@@ -68,6 +68,8 @@ class SSTAProcessor:
     _attention_backend = None
     # Norms that `joined` may compute in its one kernel; a family whose norms are of other classes adds them.
     norms: Norms = TORCH_NORMS
+    # How `self_attention` projects; `fusible` and `fused` for families whose projections can be one.
+    projections = staticmethod(apart)
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
@@ -168,6 +170,36 @@ class SSTAProcessor:
                           tiles=not self.dense)
         finish = partial(finished, heads=heads, across_heads=across_heads, norms=self.norms, impl=self.context.impl)
         return self._sent(shares, heads, *(partial(finish, streams) for streams in (queries, keys, values)))
+
+    def self_attention(
+        self, attn: Any, x: Tensor, layout: TokenLayout, mask: Tensor | None = None, *, angles: tuple[Tensor, Tensor] | None = None,
+        turned: Callable[[Tensor], Tensor] | None = None, turned_keys: Callable[[Tensor], Tensor] | None = None, across_heads: bool = False,
+    ) -> Tensor:
+        """What a module with the projections, norms and output of diffusers' ``Attention`` makes of tokens that attend to one another.
+
+        Args:
+            attn: the module.
+            x: ``[B, S, C]``, and so is what is returned.
+            layout: as ``attend`` takes it.
+            mask: what the stock processor was given; it must be None.
+            angles, turned: RoPE, as a ``Stream``'s ``angles`` or ``then``.
+            turned_keys: for the keys in ``turned``'s place.
+            across_heads: whether the norms take all heads of a token at once.
+        """
+        if mask is not None:
+            raise ValueError(f"attention_mask must be None under SSTA, got shape {tuple(mask.shape)}")
+        attend, (q, k, v) = self.attending(attn, x), self.projections(attn, x)
+        query, key, value = self.joined([Stream(q, attn.norm_q, angles, then=turned)],
+                                        [Stream(k, attn.norm_k, angles, then=turned_keys or turned)], [Stream(v)], layout,
+                                        heads=attn.heads, across_heads=across_heads)
+        # Not kept while they attend.
+        del q, k, v, x
+        out = attend(query, key, value, layout)
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(query.dtype)))
+
+    def attending(self, attn: Any, x: Tensor) -> Callable[..., Tensor]:
+        """``attend``, or what attends in its place by what the module has and by what came into it."""
+        return self.attend
 
     def _sent(self, shares: Shares, key_heads: int, query: Callable[[], Input], key: Callable[[], Input], value: Callable[[], Input]
               ) -> tuple[Sent, Sent, Sent]:

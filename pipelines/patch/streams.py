@@ -94,12 +94,20 @@ def later(linear: Any, x: Tensor) -> Callable[[], Tensor]:
     return partial(linear, x)
 
 
-def projections(attn: Any, x: Tensor) -> tuple[Projected, Projected, Projected]:
-    """q, k and v that an attention module makes of x ``[B, S, C]``, flat; its projections may be fused into one."""
-    if attn.fused_projections:
-        q, k, v = attn.to_qkv(x).chunk(3, dim=-1)
-        return q, k, v
+def apart(attn: Any, x: Tensor) -> tuple[Projected, Projected, Projected]:
+    """q, k and v that an attention module makes of x ``[B, S, C]``, flat."""
     return later(attn.to_q, x), later(attn.to_k, x), later(attn.to_v, x)
+
+
+def fused(attn: Any, x: Tensor) -> tuple[Projected, Projected, Projected]:
+    """The same by one projection that all three were fused into."""
+    q, k, v = attn.to_qkv(x).chunk(3, dim=-1)
+    return q, k, v
+
+
+def fusible(attn: Any, x: Tensor) -> tuple[Projected, Projected, Projected]:
+    """The same by whichever the module says that it has."""
+    return fused(attn, x) if attn.fused_projections else apart(attn, x)
 
 
 def _made(*kinds: Sequence[Stream]) -> list[list[_Made]]:
