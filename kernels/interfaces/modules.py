@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from contextlib import ExitStack
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -24,37 +25,11 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "block_sparse_attn.bert_padding": ("pad_input", "unpad_input"),
     },
 }
-_installed: dict[str, Installation] = {}
+# What takes each back that is in place.
+_installed: dict[str, ExitStack] = {}
 
 
-class Installation:
-    """Returned by ``install``. As a context manager it uninstalls at the end of the block, unless ``uninstall`` did before."""
-
-    def __init__(self, name: str, entered: dict[str, ModuleType], hidden: dict[str, ModuleType]) -> None:
-        self._name, self._entered, self._hidden = name, entered, hidden
-
-    @property
-    def active(self) -> bool:
-        """Whether it is still in place."""
-        return _installed.get(self._name) is self
-
-    def _undo(self) -> None:
-        # A module that others have put in its place since stays.
-        for key, module in self._entered.items():
-            if sys.modules.get(key) is module:
-                del sys.modules[key]
-        for key, module in self._hidden.items():
-            sys.modules.setdefault(key, module)
-
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.active:
-            uninstall(self._name)
-
-
-def install(name: str, *, replace: bool = False) -> Installation:
+def install(name: str, *, replace: bool = False) -> ExitStack:
     """Enters our functions in ``sys.modules`` as the package ``name``: in this process ``from name import ...`` gives them.
 
     Call it before the program that imports the package is itself imported: what a program has already imported, or has found missing, it
@@ -68,7 +43,7 @@ def install(name: str, *, replace: bool = False) -> Installation:
             never hidden.
 
     Returns:
-        An ``Installation``: ``with install(name): ...`` uninstalls at the end of the block.
+        A context manager: ``with install(name): ...`` uninstalls at the end of the block, unless ``uninstall`` did before.
 
     Raises:
         TypeError: ``replace`` is no bool.
@@ -86,7 +61,8 @@ def install(name: str, *, replace: bool = False) -> Installation:
     for key in hidden:
         del sys.modules[key]
     sys.modules.update(entered)
-    _installed[name] = Installation(name, entered, hidden)
+    _installed[name] = ExitStack()
+    _installed[name].callback(_take_back, name, entered, hidden)
     return _installed[name]
 
 
@@ -101,7 +77,17 @@ def uninstall(name: str) -> None:
     _require_known(name)
     if name not in _installed:
         raise ValueError(f"name must be installed before it is uninstalled, got {name!r}, which is not")
-    _installed.pop(name)._undo()
+    _installed[name].close()
+
+
+def _take_back(name: str, entered: dict[str, ModuleType], hidden: dict[str, ModuleType]) -> None:
+    del _installed[name]
+    # A module that others have put in its place since stays.
+    for key, module in entered.items():
+        if sys.modules.get(key) is module:
+            del sys.modules[key]
+    for key, module in hidden.items():
+        sys.modules.setdefault(key, module)
 
 
 def _require_known(name: str) -> None:
