@@ -25,7 +25,7 @@ _BLOCKS = ("kernels/*", "!kernels/*/*", "kernels/lowering/*", "kernels/{gpu}/*",
            "!kernels/backend.py", "!kernels/moves.py", "!kernels/reference.py")
 _LAYER = (*_BLOCKS, "kernels/backend.py", "kernels/moves.py", "kernels/tail*", "kernels/*/tail*", "kernels/prologue/*", "ssta/*",
           "!ssta/plot.py", "!ssta/report.py", "!ssta/trained/*", "!ssta/ranks/*", "!kernels/eager/*")
-_STEP = (*_LAYER, "pipelines/schedule/*", "pipelines/patch/*", "pipelines/families/*", "!*/report.py", "!*/text_table.py")
+_STEP = (*_LAYER, "pipelines/schedule/*", "pipelines/patch/*", "pipelines/families/*", "!*/report.py")
 _RANKS = (*_STEP, "pipelines/ranks/*", "ssta/ranks/*")
 SOURCES: dict[str, tuple[str, ...]] = {
     "kernels": _BLOCKS, "sweep": _BLOCKS, "cudnn": _BLOCKS,

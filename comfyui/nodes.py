@@ -5,8 +5,7 @@ import re
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule
 from ssta.pipelines.plugs.comfy import patch_model, report_model, unpatch_model
-from ssta.pipelines.schedule.defaults import small_tiles
-from ssta.pipelines.schedule.presets import PRESETS, apply_preset
+from ssta.pipelines.schedule.presets import PRESETS, apply_preset, small_tiles
 
 CATEGORY = "model_patches/SSTA"
 

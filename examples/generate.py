@@ -26,9 +26,8 @@ from diffusers.utils import load_image
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule, apply_ssta
 from ssta.pipelines.evaluation.quality import describe, require_video_writer, write_video
-from ssta.pipelines.patch.family import Family, family_of_class
+from ssta.pipelines.patch.family import Family, family_of_class, preset_settings
 from ssta.pipelines.schedule.changes import changed
-from ssta.pipelines.schedule.presets import preset_settings
 
 # What imageio writes with ffmpeg's H.264.
 VIDEO_FILES = (".mp4", ".mov", ".mkv", ".avi")

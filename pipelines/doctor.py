@@ -19,9 +19,8 @@ from ssta.attention import attend
 from ssta.kernels import choose_backend, choose_route
 from ssta.selection import Selection
 
-from .patch.report import Stopwatch
-from .patch.text_table import aligned
-from .schedule.defaults import first_layer_dense, small_tiles
+from .patch.report import Stopwatch, aligned
+from .schedule.presets import first_layer_dense, small_tiles
 from .schedule.schedule import Schedule
 
 if TYPE_CHECKING:

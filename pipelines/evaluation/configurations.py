@@ -14,9 +14,9 @@ from ssta.kernels.routing import IMPLEMENTATIONS
 
 from ..patch.apply import SSTAHandle, apply_ssta, transformers_of
 from ..patch.context import having
-from ..patch.family import Family, family_of, own_presets
+from ..patch.family import Family, family_of, own_presets, preset_names, preset_settings
 from ..schedule.changes import changed
-from ..schedule.presets import PRESETS, preset_names, preset_settings
+from ..schedule.presets import PRESETS
 from ..schedule.schedule import Schedule
 
 _NAMES = ("stock", "default", "dense")

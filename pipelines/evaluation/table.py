@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from ..patch.text_table import aligned
+from ..patch.report import aligned
 from .measurement import Clip, Measurement, plain
 
 # The measures that are compared pair by pair, and whether more is better.

@@ -12,7 +12,7 @@ from ..patch.canvas import from_bfchw
 from ..patch.family import Family, stack_sites
 from ..ranks.after_gather import shared_gradients
 from ..ranks.split import Split, gathered, split
-from .wan_attention import WanSSTAProcessor
+from .wan import WanSSTAProcessor
 
 
 class AnyFlowSSTAProcessor(WanSSTAProcessor):

@@ -13,11 +13,10 @@ from ssta.kernels.checks import require_bool
 from ssta.kernels.routing import require_impl
 
 from ..schedule.changes import changed, require_changes, warn_of_what_is_dropped
-from ..schedule.presets import preset_settings
 from ..schedule.progress import Progress
 from ..schedule.schedule import Schedule
 from .context import ModelContext
-from .family import Family, Site, family_of
+from .family import Family, Site, family_of, preset_settings
 from .installation import Installation, install, installation_of, processors_for, require_bare, sites_of, uninstall
 from .processor import SSTAProcessor
 from .report import RunReport

@@ -14,7 +14,7 @@ from ssta import DenseRun, SSTAConfig, VideoGrid
 
 from ..families import PLACES, REFUSED
 from ..ranks.split import Split
-from ..schedule.defaults import first_layer_dense, small_tiles
+from ..schedule.presets import PRESETS, apply_preset, first_layer_dense, small_tiles
 from ..schedule.schedule import Schedule
 
 
@@ -217,6 +217,23 @@ def own_presets() -> tuple[str, ...]:
         except (ImportError, TypeError):
             continue
     return tuple(names)
+
+
+def preset_names(family: Family) -> tuple[str, ...]:
+    """The presets that a family's models take: its own, then those that all have."""
+    return *family.presets, *(name for name in PRESETS if name not in family.presets)
+
+
+def preset_settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:
+    """The configuration and schedule that ``name`` stands for; a family's own preset comes before one that all families have."""
+    if name in family.presets:
+        made: Any = family.presets[name]()
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise TypeError(f"{family.model}'s preset {name!r} must return (SSTAConfig, Schedule), got {type(made).__name__}")
+        return made
+    if name not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(map(repr, preset_names(family)))} for {family.model}, got {name!r}")
+    return apply_preset(name, family.default_config()), family.default_schedule()
 
 
 def _registered(model: str) -> Family:

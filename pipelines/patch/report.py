@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-from .text_table import aligned
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,14 @@ def _cells(run: LayerRun) -> dict[str, str]:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.2f}"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """One line a row; the first ``left`` columns begin at their left edge, the others, which are numbers, end at their right one."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) if column < left else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths)))
+             for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 class _Lap:

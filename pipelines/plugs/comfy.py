@@ -23,7 +23,7 @@ from ssta.report import heads_without_estimate, mass_summary
 
 from ..patch.report import LayerRun, RunReport
 from ..schedule.changes import changed, require_changes, warn_of_the_window, warn_of_what_is_dropped
-from ..schedule.defaults import first_layer_dense, small_tiles
+from ..schedule.presets import first_layer_dense, small_tiles
 from ..schedule.schedule import Schedule
 from .comfy_models import ComfyModel, Sequence, comfy_model
 

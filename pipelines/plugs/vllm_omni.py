@@ -12,7 +12,7 @@ from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid
 from ssta.checks import require_share
 
 from ..schedule.changes import changed
-from ..schedule.defaults import small_tiles
+from ..schedule.presets import small_tiles
 
 # Set by whoever wants SSTA there: a JSON object of fields of SSTAConfig, {} for the defaults.
 VARIABLE = "SSTA_VLLM_OMNI"

@@ -1,15 +1,27 @@
-"""Presets: how near to the dense video or how fast, by name, for every family: one table of densities."""
+"""What models without published SSTA settings get: by default, and by name, how near to the dense video or how fast."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from ssta import SSTAConfig
 
+from .changes import changed
 from .schedule import Schedule
 
-if TYPE_CHECKING:
-    from ..patch.family import Family
+
+def small_tiles() -> SSTAConfig:
+    """For models without published SSTA settings: tiles of 128 tokens, of which 15 % of the pairs are computed exactly, those whose
+    estimate is worst, and the rest estimated in two parts each, because such models were trained with all of it. A single frame has flat
+    tiles of as many. A window would take up pairs that an estimate does well enough.
+
+    Of all tiles, parts and densities of ``benchmark/quality.md`` none is nearer to a small model's dense videos in the same time.
+    """
+    return SSTAConfig(tile_thw=(4, 4, 8), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.15, compensation="linear",
+                      compensation_parts=2, variants=((1, {"tile_thw": (1, 8, 16)}),))
+
+
+def first_layer_dense() -> Schedule:
+    """For the same models: their first layer is dense, as nearly all published methods have it, and no step is."""
+    return Schedule(dense_layers=(0,))
 
 
 # Time is best spent on a second part of the estimate, then on density, and on dense steps last: on the noisiest steps attention is so
@@ -26,30 +38,8 @@ PRESETS: dict[str, float] = {
     "8 steps": 0.15,   # for models distilled to about 8 steps, all sparse: the default's density, 47 dB
     "4 steps": 0.20,   # for 3 to 5 steps, all sparse; each is a larger part of the way, and time is short: 50 dB
 }
-# The fields that a preset takes from a variant for short videos.
-_SHAPE = ("tile_thw", "kernel_thw", "sparse_type")
-
-
-def preset_names(family: Family) -> tuple[str, ...]:
-    """The presets that a family's models take: its own, then those that all have."""
-    return *family.presets, *(name for name in PRESETS if name not in family.presets)
-
-
-def preset_settings(family: Family, name: str) -> tuple[SSTAConfig, Schedule]:
-    """The configuration and schedule that ``name`` stands for; a family's own preset comes before one that all families have."""
-    if name in family.presets:
-        made: Any = family.presets[name]()
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise TypeError(f"{family.model}'s preset {name!r} must return (SSTAConfig, Schedule), got {type(made).__name__}")
-        return made
-    if name not in PRESETS:
-        raise ValueError(f"preset must be one of {', '.join(map(repr, preset_names(family)))} for {family.model}, got {name!r}")
-    return apply_preset(name, family.default_config()), family.default_schedule()
 
 
 def apply_preset(name: str, default: SSTAConfig) -> SSTAConfig:
     """What one of ``PRESETS`` makes of a model's default configuration, whose tiles and window stay."""
-    shapes = tuple([(frames, {field: value for field, value in dict(overrides).items() if field in _SHAPE})
-                    for frames, overrides in default.variants])
-    return SSTAConfig(tile_thw=default.tile_thw, kernel_thw=default.kernel_thw, sparse_type=default.sparse_type, density=PRESETS[name],
-                      compensation="linear", compensation_parts=2, variants=shapes)
+    return changed(default, density=PRESETS[name], compensation="linear", compensation_parts=2)

@@ -12,8 +12,7 @@ from comfy_stand_in import HunyuanVideo, LTXVModel, Patcher, WanModel
 import ssta
 from ssta.pipelines import Schedule
 from ssta.pipelines.plugs.comfy import KEY, patch_model, report_model
-from ssta.pipelines.schedule.defaults import small_tiles
-from ssta.pipelines.schedule.presets import PRESETS
+from ssta.pipelines.schedule.presets import PRESETS, small_tiles
 
 PACK = Path(__file__).parents[2] / "comfyui"
 DEFAULTS = {"density": 0.15, "top_k": 0, "tile": "2x4x4", "dense_steps": 0.0, "dense_blocks": "", "compensation": "linear"}

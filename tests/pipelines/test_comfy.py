@@ -14,7 +14,7 @@ from ssta.kernels import notices
 from ssta.pipelines import Schedule
 from ssta.pipelines.plugs.comfy import KEY, OVERRIDE, patch_model, report_model, unpatch_model
 from ssta.pipelines.plugs.comfy_models import Sequence, comfy_model
-from ssta.pipelines.schedule.defaults import small_tiles
+from ssta.pipelines.schedule.presets import small_tiles
 
 TILE = {"tile_thw": (2, 4, 4), "kernel_thw": (1, 1, 1)}
 ALL, FEW = SSTAConfig(**TILE, topk=4096), SSTAConfig(**TILE, topk=2)

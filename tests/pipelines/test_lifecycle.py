@@ -22,8 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ssta import SSTAConfig, pipelines
 from ssta.pipelines import Schedule, SSTAProcessor, remove_ssta
 from ssta.pipelines.families import REFUSED
-from ssta.pipelines.patch.family import family_of, small_tiles
-from ssta.pipelines.schedule.presets import preset_settings
+from ssta.pipelines.patch.family import family_of, preset_settings, small_tiles
 
 
 def stock_everywhere(model) -> bool:

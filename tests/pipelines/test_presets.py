@@ -10,8 +10,8 @@ from tiny_pipelines import PIPELINES, latents
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule, apply_ssta
-from ssta.pipelines.patch.family import family_of
-from ssta.pipelines.schedule.presets import PRESETS, preset_names, preset_settings
+from ssta.pipelines.patch.family import family_of, preset_names, preset_settings
+from ssta.pipelines.schedule.presets import PRESETS
 
 
 @pytest.mark.parametrize("name", list(TINY))

@@ -68,7 +68,7 @@ def test_families_are_exported_by_name():
 
 
 def test_a_class_renamed_upstream_takes_its_own_family_down(monkeypatch, register):
-    models = {name: TINY[name].build(layers=1) for name in ("wan", "wan_vace", "skyreels_v2", "ltx")}
+    models = {name: TINY[name].build(layers=1) for name in ("wan", "wan_vace", "hunyuan_video", "ltx")}
     # As in a process that has used none of them.
     register.update(PLACES)
     for module in [name for name in sys.modules if name.startswith("ssta.pipelines.families.")]:
@@ -80,7 +80,7 @@ def test_a_class_renamed_upstream_takes_its_own_family_down(monkeypatch, registe
             apply_ssta(model)
     with pytest.raises(ImportError, match="SSTA's family WAN for WanTransformer3DModel"):
         assert pipelines.WAN
-    for name in ("skyreels_v2", "ltx"):
+    for name in ("hunyuan_video", "ltx"):
         apply_ssta(models[name]).remove()
     assert len(supported_models()) == len(PLACES)
 
