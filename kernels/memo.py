@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache, wraps
 
 import torch
 
@@ -104,20 +104,14 @@ def remember_plain(make: Callable) -> Callable:
 
     Values that are equal but of other types, such as 1 and True, are different keys; what cannot be hashed is made anew.
     """
-    kept: Kept = Kept(64)
+    kept = lru_cache(64, typed=True)(make)
 
     @wraps(make)
     def remembered(*key):
-        if traced():
-            return make(*key)
-        typed = (key, *map(type, key))
         try:
-            result = kept.get(typed)
+            return make(*key) if traced() else kept(*key)
         except TypeError:
             return make(*key)
-        if result is None:
-            result = kept[typed] = make(*key)
-        return result
 
     return remembered
 
