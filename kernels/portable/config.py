@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..device import HOPPER_SHARED_MEMORY, DeviceLimits
 from ..lowering.quick_launch import FUSED
@@ -103,24 +103,6 @@ def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits)
     return LaunchConfig(fitted.block_n, fitted.block_m, fitted.num_warps, fitted.num_stages)
 
 
-def gathered_config(head_dim: int, q_block: int, causal: bool, limits: DeviceLimits) -> LaunchConfig:
-    """The one of the forward that gathers keys.
-
-    A tile holds keys of any blocks, so the blocks' length plays no part. The numbers are not measured: they are what compiles for sm_90a
-    without spilling registers and without a serialised wgmma: at head_dim 128, 128 keys spill 140 bytes a thread, and under a causal mask
-    64 keys spill 900 and 128 keys 8,900. At head_dim 256 under one only 32 rows escape the serialised wgmma, and spill 500.
-    """
-    if head_dim > 128:
-        best = LaunchConfig(32, 32, 4, 2) if causal else LaunchConfig(128, 32, 8, 3)
-    else:
-        best = LaunchConfig(128, 32 if causal else 64, 8, 3)
-    if not causal and not limits.asynchronous:
-        # Fewer leave one copy of a tile, because ids and bounds are looked up one after the other before keys are loaded.
-        best = replace(best, num_stages=5)
-    # The mask and the search for NaN pass through some shared memory of their own.
-    return _fit(best, head_dim, q_block, best.block_n, limits, stationary=1, ahead=False, spare=8192 * causal)
-
-
 # Times of the next two: one H200, Triton 3.6, bfloat16, head_dim 128, 65,536 tokens, 64 query heads on 4, blocks of 64, 16 for a token.
 
 
@@ -160,8 +142,8 @@ def _padded(dim: int) -> int:
 
 
 def _fit(config: LaunchConfig, head_dim: int, rows: int, streamed_block: int, limits: DeviceLimits, stationary: int,
-         ahead: bool = True, transposed: int = 0, spare: int = 0) -> LaunchConfig:
-    """Shrinks a configuration until its tiles are no longer than the pattern's blocks and fit in shared memory, less ``spare`` bytes.
+         ahead: bool = True, transposed: int = 0) -> LaunchConfig:
+    """Shrinks a configuration until its tiles are no longer than the pattern's blocks and fit in shared memory.
 
     ``stationary`` tiles of ``block_m`` rows stay for the whole program; two tiles of ``block_n`` rows are streamed, loaded ``ahead`` as
     ``next_start`` says, and of ``transposed`` of them tcgen05 wants another copy, turned round.
@@ -178,7 +160,7 @@ def _fit(config: LaunchConfig, head_dim: int, rows: int, streamed_block: int, li
             copies = max(stages - 2, 2) if limits.asynchronous else max(stages - 3, 1)
         # Fewer than 128 rows are shared out by columns too, and weights go from warp to warp through shared memory.
         rest = 2048 if limits.asynchronous else 1024 + (2 * m * n if m < 128 else 0)
-        return 2 * dim * (stationary * m + (copies * 2 + turned) * n) + rest + spare
+        return 2 * dim * (stationary * m + (copies * 2 + turned) * n) + rest
 
     while bytes_used() > limits.shared_memory and stages > 3 and limits.asynchronous:
         stages -= 1
