@@ -192,10 +192,6 @@ class Backend:
         """The step "select" where the blocks are given, bool ``[B, H, N, K]``, in place of scores."""
         return ranking.keep_blocks(forced, kept, active)
 
-    def best(self, scores: Tensor, k_per_row: int | Tensor, apart: Tensor | None = None) -> Tensor:
-        """Which blocks the step "select" takes for their scores, bool of their shape; see ``eager.ranking.topk_blocks``."""
-        return ranking.topk_blocks(scores, k_per_row, apart)
-
     @property
     def names(self) -> tuple[tuple[str, str], ...]:
         """(step, row) of each step but "attend"."""

@@ -162,8 +162,8 @@ class Layer:
             self._whole, self._whole_backward = self.backend.plans(self._write), self.backend.plans(self._write_backward)
 
     def run(self, q: Input | Sent | Tiled, k: Input | Sent | None = None, v: Input | Sent | None = None,
-            text_mask: TextMask | Tensor | None = None, selection: Selection | None = None, *, keep_scores: bool = False,
-            apart: bool = False) -> Ran:
+            text_mask: TextMask | Tensor | None = None, selection: Selection | None = None, *, apart: bool = False
+            ) -> Ran:
         """Attention over the layer's sequences.
 
         Args:
@@ -171,16 +171,15 @@ class Layer:
                 sent them, or as one Tiled.
             text_mask: of the keys' dense runs, checked.
             selection: attend to what an earlier run selected, instead of selecting.
-            keep_scores: the selection keeps its scores.
             apart: everything that is given has memory of its own, as an operator must have it.
         """
         left = self.left(text_mask) if isinstance(text_mask, TextMask) else None
-        special = apart or keep_scores or selection is not None or isinstance(q, (Tiled, Deferred))
+        special = apart or selection is not None or isinstance(q, (Tiled, Deferred))
         if self._whole is not None and not special:
             ran = self._planned(q, k, v, text_mask if isinstance(text_mask, Tensor) else None, left)
             if ran is not None:
                 return ran
-        return self._steps(q, k, v, self.left(text_mask) if left is None else left, selection, keep_scores)
+        return self._steps(q, k, v, self.left(text_mask) if left is None else left, selection)
 
     def _planned(self, q: Any, k: Any, v: Any, text_mask: Tensor | None, left: Left | None) -> Ran | None:
         """The run as one plan; None where that is not possible, as of a scorer that is computed by torch."""
@@ -224,12 +223,12 @@ class Layer:
     def _found(self, planned: Planned, held: Sequence[Tensor]) -> Found:
         """What a planned run has found."""
         counts, indices, lengths, useful, shares, *tape = [None if x is None else x.of(held) for x in planned.kept]
-        selection = Selection(self.fixed.relisted(counts, indices, lengths), useful=useful)
+        selection = Selection(self.fixed.relisted(counts, indices, lengths), useful)
         mass = None if shares is None else ExactMass(shares, counts, useful, self.kv_tiles.num_tiles)
         return Found(selection, mass, Tape._make(tape) if tape else None)
 
     def _steps(self, q: Input | Sent | Tiled, k: Input | Sent | None, v: Input | Sent | None, left: Left,
-               selection: Selection | None = None, keep_scores: bool = False) -> Ran:
+               selection: Selection | None = None) -> Ran:
         """All steps, one after the other. Nobody else has what they make, so that it is gone once it is read."""
         if isinstance(q, Tiled):
             tiled = q
@@ -241,7 +240,7 @@ class Layer:
         # What the video tiles are worth that will not be computed; None where they are dropped.
         estimates = self.estimate(tiled, None if selection is None else selection.useful) if self.estimates else None
         if selection is None:
-            selection = self.select(tiled, estimates, left, keep_scores)
+            selection = self.select(tiled, estimates, left)
         q, k, v = tiled.q, tiled.k, tiled.v
         # Nothing is held longer than it is read: beside the inputs there are never more than three copies, and with an estimate the result.
         del tiled
@@ -299,7 +298,7 @@ class Layer:
         """What a mask leaves of the keys' dense runs."""
         return text_lengths(self.kv_tiles, text_mask, self.backend)
 
-    def select(self, tiled: Tiled, estimates: BlockEstimates | None, left: Left, keep_scores: bool) -> Selection:
+    def select(self, tiled: Tiled, estimates: BlockEstimates | None, left: Left) -> Selection:
         """The tiles that each tile attends to."""
         held = tiled.held
         active, lengths = left if held is None else (None, held.lengths)
@@ -310,7 +309,7 @@ class Layer:
         budget = self.rule.budget(scores)
         if held is not None and held.k_per_row is not None:
             budget = budget._replace(k_per_row=held.k_per_row)
-        return self.fixed.chosen(self.backend, scores, budget, active, lengths, useful, keep_scores)
+        return self.fixed.chosen(self.backend, scores, budget, active, lengths, useful)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, Route]:
         """Attention to the listed tiles. q is written over where it is the layer's own and nobody asks for it again."""

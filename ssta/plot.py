@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Why a tile pair is computed. The colours can be told apart with any colour vision; on plain ground hatches say it again.
-_NOT, _WINDOW, _BUDGET, _BOTH, _TEXT = range(5)
-_LABELS = ("not attended to", "near (window)", "selected by content (budget)", "near and selected", "text")
-_COLOURS = ("#f0f0f0", "#56b4e9", "#e69f00", "#aa4499", "#8a8a8a")
-_HATCHES = ("", "", "////", "xxxx", "")
+_NOT, _WINDOW, _BUDGET, _TEXT = range(4)
+_LABELS = ("not attended to", "near (window)", "selected by content (budget)", "text")
+_COLOURS = ("#f0f0f0", "#56b4e9", "#e69f00", "#8a8a8a")
+_HATCHES = ("", "", "////", "")
 
 
 def plot_selection(
@@ -101,7 +101,7 @@ def plot_selection(
     figure.suptitle(f"What one query tile attends to: {attended} of the video's {kinds.numel()} tiles{text}\n"
                     f"head {head}; the tile spans {_span('frame', *cuts[0][place[0]])}, {_span('row', *cuts[1][place[1]])}, "
                     f"{_span('column', *cuts[2][place[2]])}", fontsize=11)
-    present = [kind for kind in (_WINDOW, _BUDGET, _BOTH, _NOT) if bool((kinds == kind).any())]
+    present = [kind for kind in (_WINDOW, _BUDGET, _NOT) if bool((kinds == kind).any())]
     outline = matplotlib.patches.Patch(facecolor="none", edgecolor="black", linewidth=2.5, label="the query tile")
     _add_legend(figure, [outline, *_patches(matplotlib, present, hatched=pictures is None)])
     return _finish(figure, path)
@@ -128,7 +128,7 @@ def plot_block_mask(report: Report, *, head: int = 0, batch: int = 0, path: str 
     figure = figure_class(figsize=(7.6, 7.4), layout="constrained")
     axes = figure.subplots()
     colours = matplotlib.colors.ListedColormap(_COLOURS)
-    axes.imshow(kinds.numpy(), cmap=colours, vmin=-0.5, vmax=4.5, interpolation="nearest", origin="upper", extent=(0, tiles, tiles, 0))
+    axes.imshow(kinds.numpy(), cmap=colours, vmin=-0.5, vmax=3.5, interpolation="nearest", origin="upper", extent=(0, tiles, tiles, 0))
     bands = _bands(report)
     for start, _, _ in bands[1:]:
         boundary = start == video_tiles
@@ -146,7 +146,7 @@ def plot_block_mask(report: Report, *, head: int = 0, batch: int = 0, path: str 
     axes.set_ylabel("query tiles: what is looking")
     kept = float((kinds != _NOT).float().mean())
     axes.set_title(f"Tile pairs that head {head} computes: {kept:.0%} of {tiles} x {tiles}", fontsize=11)
-    present = [kind for kind in (_WINDOW, _BUDGET, _BOTH, _TEXT, _NOT) if bool((kinds == kind).any())]
+    present = [kind for kind in (_WINDOW, _BUDGET, _TEXT, _NOT) if bool((kinds == kind).any())]
     _add_legend(figure, _patches(matplotlib, present))
     return _finish(figure, path)
 
@@ -213,20 +213,15 @@ def _pictures(images: Any, frames: int) -> Tensor:
 def _categories(report: Report, batch: int, head: int) -> Tensor:
     """uint8 [T, T] on the CPU: for each (query tile, key tile), why it is computed."""
     batch, head = _index("batch", batch, report.batch), _index("head", head, report.heads)
-
-    def of_head(mask: Tensor) -> Tensor:
-        # Lists may be shared by the batch, by all heads, or by the query heads of one key head.
-        return mask[batch if mask.shape[0] > 1 else 0, head * mask.shape[1] // report.heads].cpu()
-
-    kept = of_head(report.blocks.to_mask())
+    mask = report.blocks.to_mask()
+    # Lists may be shared by the batch, by all heads, or by the query heads of one key head.
+    kept = mask[batch if mask.shape[0] > 1 else 0, head * mask.shape[1] // report.heads].cpu()
     n = report.layout.num_video_tiles
     kinds = torch.where(kept, _TEXT, _NOT).to(torch.uint8)
-    near = torch.zeros(n, n, dtype=torch.bool) if report.near is None else report.near.cpu()
-    chosen = torch.zeros(n, n, dtype=torch.bool) if report.budget is None else of_head(report.budget)
     video = kinds[:n, :n]
-    video[kept[:n, :n] & near] = _WINDOW
-    video[kept[:n, :n] & chosen] = _BUDGET
-    video[kept[:n, :n] & near & chosen] = _BOTH
+    video[kept[:n, :n]] = _BUDGET
+    if report.near is not None:
+        video[report.near.cpu()] = _WINDOW
     return kinds
 
 

@@ -58,7 +58,6 @@ class Report:
         route: what ``implementation`` and ``why_not`` are taken from, forward and backward.
         config, layout, blocks: what was selected with. ``blocks`` is in tiled order.
         near: bool [N, N] over video tiles, the window; None where the window is not used.
-        budget: bool [B|1, H|1, N, N], the tiles that the budget chose, with or without the window; None where it is not used.
         backend: which implementation runs the layer's other steps, and why no faster one.
     """
 
@@ -96,12 +95,11 @@ class Report:
     layout: TileLayout
     blocks: BlockLists
     near: Tensor | None
-    budget: Tensor | None
     backend: Backend
 
     def to_dict(self) -> dict:
         """The numbers and sentences as plain Python values that json.dumps takes; the configuration and the tensors stay out."""
-        held = {"route", "backend", "config", "layout", "blocks", "near", "budget"}
+        held = {"route", "backend", "config", "layout", "blocks", "near"}
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in held}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -211,7 +209,7 @@ def explain(
                                      without=without),
         seconds=None if value is None else seconds, exact_mass=exact_mass, without_estimate=without, output_error=error,
         route=route, config=config, layout=layout, blocks=blocks,
-        near=window, budget=ran.found.selection.kept, backend=layer.backend,
+        near=window, backend=layer.backend,
     )
 
 
@@ -231,7 +229,7 @@ def _token_layout(thw: tuple[int, int, int] | TokenLayout, text_len: int | None)
 
 
 def _run(layer: Layer, query: Tensor, key: Tensor, value: Tensor, text: TextMask | None) -> tuple[Ran, float]:
-    """What the layer gave, with its scores, and the seconds until the device had finished it."""
+    """What the layer gave, and the seconds until the device had finished it."""
     def finish() -> None:
         if query.device.type == "cuda":
             torch.cuda.synchronize(query.device)
@@ -239,7 +237,7 @@ def _run(layer: Layer, query: Tensor, key: Tensor, value: Tensor, text: TextMask
     finish()
     start = time.perf_counter()
     with on_device(query):
-        ran = layer.run(query, key, value, text, keep_scores=True)
+        ran = layer.run(query, key, value, text)
     finish()
     return ran, time.perf_counter() - start
 

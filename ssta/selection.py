@@ -21,24 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Which tiles each tile attends to, and what the budget's part in it was. N and K are the video tiles of queries and keys.
+    """Which tiles each tile attends to.
 
     Args:
         blocks: lists ``[B or 1, H or 1, tiles]``, of the window, the budget and the dense runs together; the leading dimensions are 1 where
             nothing depends on them.
-        scores: float32 ``[B, H, N, K]``, of key tiles (columns) for query tiles; H = 1 where heads share. None where nothing is chosen
-            ("sta", or no video), or where scores were not to be kept.
-        budget: what each query tile got; None where scores are.
-        kept: bool ``[B, H, N, K]``: the tiles that the budget kept, whether or not the window has them too, which with a density it does
-            not; None where scores are.
         useful: bool ``[B, H]``, the heads whose unselected tiles are estimated, which calls that attend to this selection again need not
             find out; None = all, or none where nothing is estimated.
     """
 
     blocks: BlockLists
-    scores: Tensor | None = None
-    budget: Budget | None = None
-    kept: Tensor | None = None
     useful: Tensor | None = None
 
 
@@ -64,29 +56,23 @@ class FixedTiles:
     def selection(self, backend: Backend, active: Tensor | None, lengths: Tensor | None, useful: Tensor | None) -> Selection:
         """Nothing is chosen. The rest as in ``chosen``."""
         if active is None:
-            return Selection(self._valid(self.lists, self.lists.counts, self.lists.indices, lengths), useful=useful)
+            return Selection(self._valid(self.lists, self.lists.counts, self.lists.indices, lengths), useful)
         counts, indices = backend.select(self.forced, None, 0, active, False)
-        return Selection(self._valid(self.blocks, counts, indices, lengths), useful=useful)
+        return Selection(self._valid(self.blocks, counts, indices, lengths), useful)
 
-    def chosen(self, backend: Backend, scores: Tensor, budget: Budget, active: Tensor | None, lengths: Tensor | None, useful: Tensor | None,
-               keep_scores: bool) -> Selection:
+    def chosen(self, backend: Backend, scores: Tensor, budget: Budget, active: Tensor | None, lengths: Tensor | None, useful: Tensor | None
+               ) -> Selection:
         """The selection that a budget makes of scores.
 
         Args:
             active, lengths: what is left of the dense runs, as ``text_lengths`` gives it.
             useful: as of the Selection.
-            keep_scores: False frees the scores' memory.
         """
         if budget.k_per_row is None:
             lists = backend.keep(self.forced, budget.own, active)
         else:
             lists = backend.select(self.forced, scores, budget.k_per_row, active, budget.beyond)
-        blocks = self._valid(self.blocks, *lists, lengths)
-        if not keep_scores:
-            return Selection(blocks, useful=useful)
-        apart = self.forced[:scores.shape[-2], :scores.shape[-1]] if budget.beyond else None
-        kept = budget.own if budget.k_per_row is None else backend.best(scores, budget.k_per_row, apart)
-        return Selection(blocks, scores, budget, kept, useful)
+        return Selection(self._valid(self.blocks, *lists, lengths), useful)
 
     def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None) -> BlockLists:
         """The tiles as blocks with these lists, less the keys past ``lengths``."""

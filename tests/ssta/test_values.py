@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from backend_rows import backend_of
-from selection_cases import selected
 
 from ssta import DenseRun, SSTAConfig, TextMask, TokenLayout, VideoGrid, dense_attention, ssta_3d_attention, ssta_attention, tile_layout
 from ssta.attention import attend
 from ssta.kernels import BlockLists, block_sparse_attention
+from ssta.kernels.eager.ranking import topk_blocks
 from ssta.selection import text_lengths
 from ssta.text import tile_places
 
@@ -25,36 +25,12 @@ def inputs(layout=LAYOUT, dtype=torch.float32):
     return [torch.randn(2, heads, layout.length, 8, dtype=dtype) for heads in (4, 2, 2)]
 
 
-@pytest.mark.parametrize("changes", [{}, {"threshold": 0.5}, {"sampling_type": "importance"}, {"budget": lambda scores: scores > 0},
-                                     {"topk": None, "density": 0.7}])
-@pytest.mark.parametrize("sparse_type", ["ssta", "block_attn"])
-def test_a_selection_is_what_it_says_of_itself(changes, sparse_type):
-    config = SSTAConfig(**{"tile_thw": (1, 2, 2), "kernel_thw": (1, 1, 3), "topk": 2, "sparse_type": sparse_type, **changes})
-    q, k, _ = inputs()
-    found = selected(q, k, LAYOUT, config)
-    n = tile_layout(LAYOUT, CONFIG.tile_thw).num_video_tiles
-    assert found.scores.shape == found.kept.shape == (2, 4, n, n) and found.kept.dtype == torch.bool
-    mask = found.blocks.to_mask()[..., :n, :n]
-    assert (mask | ~found.kept).all() and (sparse_type == "ssta" or torch.equal(mask, found.kept))
-    if "budget" in changes:
-        assert found.budget.k_per_row is None and torch.equal(found.kept, found.scores > 0)
-    else:
-        number = found.budget.k_per_row
-        assert torch.equal(found.kept.sum(-1), torch.as_tensor(number).expand(2, 4, n)) or found.budget.beyond
-        best = found.scores.masked_fill(~found.kept, torch.inf).amin(-1)
-        left = ~found.kept & (~mask if found.budget.beyond else True)
-        assert (found.scores.masked_fill(~left, -torch.inf).amax(-1) <= best).all(), "what is left is no better"
-    assert found.budget.beyond == ("density" in changes)
-    bare = selected(q, k, LAYOUT, config, keep_scores=False)
-    assert bare.scores is bare.kept is bare.budget is None and torch.equal(bare.blocks.to_mask(), found.blocks.to_mask())
-
-
 @pytest.mark.parametrize("padding", ["none", "zero"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_budget_is_a_mask_that_no_rank_decides(padding, masked):
     """Keeping what the best-scored budget keeps gives its lists, and its output to the bit."""
     base = SSTAConfig(tile_thw=(1, 2, 2), topk=3, pad_type=padding)
-    own = SSTAConfig(tile_thw=(1, 2, 2), pad_type=padding, budget=lambda scores: backend_of("torch").best(scores, 3))
+    own = SSTAConfig(tile_thw=(1, 2, 2), pad_type=padding, budget=lambda scores: topk_blocks(scores, 3))
     q, k, v = inputs()
     (a, by_rank), (b, by_mask) = (ssta_attention(q, k, v, LAYOUT, config, text_mask=MASK if masked else None, return_blocks=True)
                                   for config in (base, own))

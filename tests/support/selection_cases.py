@@ -19,11 +19,11 @@ def layer_of(q, k, tokens, config, *, kv_tokens=None, scale=None, impl="auto", r
     return prepared(spec._replace(recorded=recorded))
 
 
-def selected(q, k, tokens, config, text_mask=None, *, keep_scores=True, **options):
-    """The selection of a layer, with its scores."""
+def selected(q, k, tokens, config, text_mask=None, **options):
+    """The selection of a layer."""
     layer = layer_of(q, k, tokens, config, text_mask=text_mask, **options)
     tiled = layer.gather(q, k, k)
-    return layer.select(tiled, layer.estimate(tiled, None) if layer.estimates else None, layer.left(text_mask), keep_scores)
+    return layer.select(tiled, layer.estimate(tiled, None) if layer.estimates else None, layer.left(text_mask))
 
 
 @dataclass(frozen=True)
