@@ -129,8 +129,8 @@ def violations(path: str, source: str) -> list[str]:
             found.append(f"{top}, which comes with diffusers, is imported only inside the functions of families/trained/checkpoint.py")
         elif top == "lpips" and (path != "pipelines/evaluation/quality.py" or imported.at_load):
             found.append("lpips is imported only inside a function of pipelines/evaluation/quality.py")
-        elif top == "cudnn" and (path != "kernels/cudnn/calls.py" or imported.at_load):
-            found.append("cudnn is imported only inside the functions of kernels/cudnn/calls.py")
+        elif top == "cudnn" and (path != "kernels/cudnn/attention.py" or imported.at_load):
+            found.append("cudnn is imported only inside the functions of kernels/cudnn/attention.py")
         elif top == "vllm_omni" and below != ["plugs", "vllm_omni_backend"] and (below != ["plugs", "vllm_omni"] or imported.at_load):
             found.append("vllm_omni is imported by plugs/vllm_omni_backend.py and inside a function of plugs/vllm_omni.py")
         elif top not in {"ssta", "torch", "triton", "cudnn", "diffusers", "matplotlib", "numpy", "lpips", "vllm_omni", "safetensors",
@@ -204,7 +204,7 @@ def test_file_keeps_the_import_rules(path):
     ("kernels/prologue/select_kernel.py", "def f():\n    from ..eager.blocks import steps"),
     ("kernels/interfaces/other.py", "from ...layout import TileLayout"),
     ("kernels/device.py", "import diffusers"),
-    ("kernels/cudnn/calls.py", "import cudnn"),
+    ("kernels/cudnn/attention.py", "import cudnn"),
     ("kernels/cudnn_check.py", "from .cudnn.attention import cudnn_forward"),
     ("ssta/selection.py", "from .kernels import attention"),
     ("ssta/selection.py", "from ssta.kernels.reference import reference_attention"),
