@@ -52,6 +52,12 @@ def require_share(name: str, value: float, interval: str, what: str = "") -> flo
     return value
 
 
+def require_kind(name: str, value: object, wanted: str, right: bool) -> None:
+    """Refuses a ``value`` of the wrong kind, unless it is ``right``."""
+    if not right:
+        raise TypeError(f"{name} must be {wanted}, got {value!r} ({type(value).__name__})")
+
+
 def require_choice(name: str, value: str, choices: tuple[str, ...], also: str = "") -> str:
     """``value``, one of ``choices``; ``also`` names what else would have been accepted."""
     if not isinstance(value, str):

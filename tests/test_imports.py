@@ -19,7 +19,7 @@ FLOORS = {"ssta": "ssta", "kernels": "ssta.kernels", "pipelines": "ssta.pipeline
 MAY_IMPORT = {"eager": (), "lowering": (), **dict.fromkeys(("portable", "hopper", "cudnn", "prologue"), ("lowering",))}
 # A room of pipelines/ -> what of the others it may import: rooms, or modules of theirs.
 ROOMS = {"schedule": (), "ranks": ("patch.call", "patch.family", "patch.report"),
-         "patch": ("schedule", "ranks", "families.PLACES", "families.REFUSED"),
+         "patch": ("schedule", "ranks", "families.PLACES"),
          "families": ("patch", "schedule", "ranks"), "plugs": ("schedule", "patch.report"), "evaluation": ("patch", "schedule")}
 # Rooms that run without diffusers.
 WITHOUT_DIFFUSERS = ("schedule", "plugs")

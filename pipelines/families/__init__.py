@@ -27,8 +27,3 @@ PLACES = {
     "WanTransformer3DModel": "ssta.pipelines.families.wan:WAN",
     "WanVACETransformer3DModel": "ssta.pipelines.families.wan:WAN_VACE",
 }
-
-# Class name in diffusers -> why none of these families is for it. They keep keys and values of other passes.
-REFUSED = {
-    "WanAnimate2Transformer3DModel": "it attends to keys and values of a reference that an earlier pass kept, by masks of FlexAttention",
-}

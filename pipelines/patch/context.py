@@ -16,7 +16,7 @@ from ssta import SSTAConfig, TokenLayout
 from ssta.kernels.notices import warn_once
 
 from ..ranks.parallel import Parallelism, agree
-from ..schedule.progress import Generation, Progress, Step
+from ..schedule.progress import Progress, Step
 from ..schedule.schedule import Schedule
 from .call import CallState
 from .family import Family
@@ -28,22 +28,20 @@ class _StepCount:
 
     seen: int = 0
     dense: int = 0
-    generation: Generation | None = None
-    index: int = -1
+    last: Step | None = None
 
     def begins(self, step: Step) -> bool:
         """Whether a forward of ``step`` belongs to the first step of its generation, which may take several."""
-        return step.generation is not self.generation or self.seen == 1 and step.position == self.index
+        return self.last is None or step.generation is not self.last.generation or self.seen == 1 and step.position == self.last.position
 
-    def add(self, dense: bool, generation: Generation | None, index: int) -> None:
-        if generation is not None:
-            if generation is not self.generation:
+    def add(self, dense: bool, step: Step | None) -> None:
+        if step is not None:
+            if self.last is None or step.generation is not self.last.generation:
                 self.seen = self.dense = 0
-                self.generation, self.index = generation, -1
-            # Guidance may take several forwards in a step.
-            if index == self.index:
+            elif step.position == self.last.position:
+                # Guidance may take several forwards in a step.
                 return
-            self.index = index
+            self.last = step
         self.seen += 1
         self.dense += dense
 
@@ -188,5 +186,5 @@ class ModelContext:
                       f"nor a pipeline, nor {type(self._progress.scheduler).__name__}; they do nothing for it. Call it from the pipeline "
                       "that SSTA was applied to")
         with self._counting:
-            self._count.add(dense, *((None, -1) if step is None else (step.generation, step.position)))
+            self._count.add(dense, step)
         return dense, density

@@ -11,8 +11,9 @@ import diffusers
 from torch import nn
 
 from ssta import DenseRun, SSTAConfig, VideoGrid
+from ssta.checks import require_kind
 
-from ..families import PLACES, REFUSED
+from ..families import PLACES
 from ..ranks.split import Split
 from ..schedule.presets import PRESETS, apply_preset, first_layer_dense, small_tiles
 from ..schedule.schedule import Schedule
@@ -31,7 +32,6 @@ class Site:
 
     Raises:
         TypeError: a field of the wrong kind.
-        ValueError: an empty name, or no class.
     """
 
     name: str
@@ -40,15 +40,11 @@ class Site:
     replacement: Callable[[Any], Any]
 
     def __post_init__(self) -> None:
-        _require_name("Site.name", self.name)
-        if not isinstance(self.module, nn.Module):
-            raise TypeError(f"Site.module must be the attention module {self.name!r}, got {type(self.module).__name__}")
-        for kind in self.classes:
-            if not isinstance(kind, type):
-                raise TypeError(f"Site.stock must be a processor class or a tuple of them, got {self.stock!r} for {self.name!r}")
-        if not self.classes:
-            raise ValueError(f"Site.stock must hold at least one processor class, got () for {self.name!r}")
-        _require_function("Site.replacement", self.replacement)
+        require_kind("Site.name", self.name, "a str", isinstance(self.name, str))
+        require_kind("Site.module", self.module, f"the attention module {self.name!r}", isinstance(self.module, nn.Module))
+        require_kind("Site.stock", self.stock, "a processor class or a tuple of them",
+                     len(self.classes) > 0 and all([isinstance(kind, type) for kind in self.classes]))
+        require_kind("Site.replacement", self.replacement, "a function", callable(self.replacement))
 
     @property
     def classes(self) -> tuple[type, ...]:
@@ -105,7 +101,6 @@ class Family:
 
     Raises:
         TypeError: a field of the wrong kind.
-        ValueError: an empty name.
     """
 
     model: str
@@ -118,30 +113,13 @@ class Family:
     before: Callable[[nn.Module, Mapping[str, Any], tuple[int, int, int]], tuple[VideoGrid | DenseRun, ...]] | None = None
 
     def __post_init__(self) -> None:
-        _require_name("Family.model", self.model)
+        require_kind("Family.model", self.model, "a str", isinstance(self.model, str))
         for name in ("sites", "canvas", "default_config", "default_schedule"):
-            _require_function(f"Family.{name}", getattr(self, name))
-        if self.before is not None:
-            _require_function("Family.before", self.before)
-        if not isinstance(self.presets, Mapping):
-            raise TypeError(f"Family.presets must be a dict of functions by name, got {type(self.presets).__name__}")
-        for name, make in self.presets.items():
-            _require_name("Family.presets' names", name)
-            _require_function(f"Family.presets[{name!r}]", make)
-        if self.split is not None and not isinstance(self.split, Split):
-            raise TypeError(f"Family.split must be a Split or None, got {type(self.split).__name__}")
-
-
-def _require_name(argument: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{argument} must be a str, got {value!r} ({type(value).__name__})")
-    if not value:
-        raise ValueError(f"{argument} must not be empty")
-
-
-def _require_function(argument: str, value: object) -> None:
-    if not callable(value):
-        raise TypeError(f"{argument} must be a function, got {value!r} ({type(value).__name__})")
+            require_kind(f"Family.{name}", getattr(self, name), "a function", callable(getattr(self, name)))
+        require_kind("Family.before", self.before, "a function or None", self.before is None or callable(self.before))
+        require_kind("Family.presets", self.presets, "a dict of functions by name", isinstance(self.presets, Mapping)
+                     and all([isinstance(name, str) and callable(make) for name, make in self.presets.items()]))
+        require_kind("Family.split", self.split, "a Split or None", self.split is None or isinstance(self.split, Split))
 
 
 # By the model's class name: the family, or "module:NAME", where it is until it is first needed.
@@ -164,15 +142,12 @@ def register_family(family: Family | str, place: str | None = None) -> None:
         module, _, name = place.partition(":")
         if not all(part.isidentifier() for part in (*module.split("."), name)):
             raise ValueError(f'place must be "module:NAME", such as "ssta.pipelines.families.wan:WAN", got {place!r}')
-        _require_name("family", family)
         model, entry = family, place
     elif isinstance(family, Family) and place is None:
         model, entry = family.model, family
-    elif isinstance(family, Family):
-        raise TypeError(f"place must be None where family is a Family, got {place!r}")
     else:
-        raise TypeError(f"family must be a Family, or a model's class name with the place of its Family, got {type(family).__name__}"
-                        + (f" with place {place!r}" if isinstance(family, str) else ""))
+        raise TypeError("family must be a Family alone, or a model's class name with the place of its Family, got "
+                        f"{type(family).__name__} with place {place!r}")
     if model in _FAMILIES:
         raise ValueError(f"family must name a model that is not registered yet, got {model!r}")
     _FAMILIES[model] = entry
@@ -196,11 +171,8 @@ def family_of(model: nn.Module) -> Family:
         return found
     if hasattr(model, "_orig_mod") or hasattr(model, "module"):
         raise ValueError(f"model must be the transformer itself, got it wrapped in {type(model).__name__}; apply SSTA before wrapping")
-    reason = next((REFUSED[base.__name__] for base in type(model).__mro__ if base.__name__ in REFUSED), None)
-    if reason is not None:
-        raise ValueError(f"model must be one that attends to one sequence at a time, got {type(model).__name__}: {reason}; ssta.TileCache "
-                         "is for attention with a cache in code of your own (docs/streaming.md)")
-    raise ValueError(f"model must be one of {', '.join(supported_models())}, got {type(model).__name__}; register_family adds others")
+    raise ValueError(f"model must be one of {', '.join(supported_models())}, got {type(model).__name__}; register_family adds others, and "
+                     "docs/pipelines.md says why some are not there")
 
 
 def family_of_class(kind: type) -> Family | None:

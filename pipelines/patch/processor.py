@@ -253,7 +253,7 @@ class SSTAProcessor:
             if shares is not None:
                 # Before anything that ranks might disagree about.
                 query, key, value = self._sent(shares, key.shape[2 if isinstance(key, Tensor) else 1], *(
-                    partial(_given, x) for x in (query, key, value)))
+                    lambda x=x: x for x in (query, key, value)))
             elif not torch.compiler.is_compiling():
                 self._stopwatch.start(query.device)
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
@@ -362,7 +362,3 @@ class SSTAProcessor:
             without_estimate=None if masses is None else heads_without_estimate(masses),
             by=by, rank=rank, ranks=ranks, own_heads=own, heads=heads,
             exchange_seconds=None if run.part is None else self._exchange.seconds())
-
-
-def _given(x: Given) -> Any:
-    return x

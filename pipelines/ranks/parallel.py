@@ -84,8 +84,8 @@ class Parallelism:
     def __init__(self, model: nn.Module, family: Family) -> None:
         self._family = family
         self._config: Any = None
-        self._group: Any = None
-        self._rank, self._size, self._mesh = 0, 1, None
+        # None on one rank.
+        self._ranks: Ranks | None = None
         # Processors beside the sites' whose setting was changed, and what it was; split hooks whose shares get memory of their own, and
         # how they find arguments.
         self._changed: list[tuple[Any, Any]] = []
@@ -98,7 +98,7 @@ class Parallelism:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model settles anew.
-        return {**vars(self), "_config": None, "_group": None, "_mesh": None, "_changed": [], "_splitting": []}
+        return {**vars(self), "_config": None, "_ranks": None, "_changed": [], "_splitting": []}
 
     def prepare(self, model: nn.Module) -> None:
         """Leaves the family's plan where ``enable_parallelism`` looks for it, if that is still to come."""
@@ -126,32 +126,33 @@ class Parallelism:
         config = getattr(model, "_parallel_config", None)
         if config is not self._config:
             self._settle(model, config)
-        if self._group is None:
+        ranks = self._ranks
+        if ranks is None:
             return None
         cache = getattr(model, "_cache_config", None)
         if isinstance(cache, _LOOKING):
-            raise ValueError(f"model must run without {type(cache).__name__} on {self._size} ranks, because each would skip what it finds "
+            raise ValueError(f"model must run without {type(cache).__name__} on {ranks.size} ranks, because each would skip what it finds "
                              "unchanged in its own tokens, and the others wait for it; take a cache that goes by the step, enabled before "
                              "enable_parallelism")
         split = _split(self._family)
         tokens = None if split.tokens is None else split.tokens(arguments, before + math.prod(thw))
-        self._check_length(model, math.prod(thw) if tokens is None else tokens, thw)
+        self._check_length(model, ranks.size, math.prod(thw) if tokens is None else tokens, thw)
         if split.trains is not True and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
-            raise ValueError(f"gradients of {self._family.model} must not be recorded on {self._size} ranks, because {split.trains}, got a "
+            raise ValueError(f"gradients of {self._family.model} must not be recorded on {ranks.size} ranks, because {split.trains}, got a "
                              "call with gradients enabled; call it under torch.no_grad(), or train it on 1 rank")
-        return Ranks(self._group, self._rank, self._size, tokens, self._mesh)
+        return ranks._replace(tokens=tokens)
 
-    def _check_length(self, model: nn.Module, tokens: int, thw: tuple[int, int, int]) -> None:
+    def _check_length(self, model: nn.Module, size: int, tokens: int, thw: tuple[int, int, int]) -> None:
         context = self._config.context_parallel_config
         if context.ulysses_anything or context.ring_anything:
-            if tokens < self._size:
-                raise ValueError(f"hidden_states must have at least a token for each of {self._size} ranks, got {tokens}")
-        elif tokens % self._size:
+            if tokens < size:
+                raise ValueError(f"hidden_states must have at least a token for each of {size} ranks, got {tokens}")
+        elif tokens % size:
             # diffusers takes any length along one dimension of its mesh only, and the heads may be too few for the one that exchanges them.
-            heads = min([getattr(site.module, "heads", self._size) for site in self._family.sites(model)], default=self._size)
-            way = "ulysses" if heads >= self._size else "ring"
-            raise ValueError(f"hidden_states must have tokens that {self._size} ranks divide, got {tokens} with a canvas of "
-                             f"{' x '.join(map(str, thw))}; any number will do with ContextParallelConfig({way}_degree={self._size}, "
+            heads = min([getattr(site.module, "heads", size) for site in self._family.sites(model)], default=size)
+            way = "ulysses" if heads >= size else "ring"
+            raise ValueError(f"hidden_states must have tokens that {size} ranks divide, got {tokens} with a canvas of "
+                             f"{' x '.join(map(str, thw))}; any number will do with ContextParallelConfig({way}_degree={size}, "
                              f"{way}_anything=True)")
 
     @torch.compiler.disable
@@ -159,7 +160,7 @@ class Parallelism:
         """Takes in that the model has become parallel, or is no longer."""
         _checked(model, self._family)
         self._restore()
-        self._config, self._group, self._mesh, self._rank, self._size = config, None, None, 0, 1
+        self._config, self._ranks = config, None
         if config is None:
             return
         for own in self.configs:
@@ -168,9 +169,9 @@ class Parallelism:
                                  f"mask_share_within_head, because all must find the same pattern, got {own}")
         context = config.context_parallel_config
         group = context._flattened_mesh.get_group()
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._group = group
-        self._mesh = context._mesh["ring", "ulysses"] if context.ring_degree > 1 else None
+        mesh = context._mesh["ring", "ulysses"] if context.ring_degree > 1 else None
+        size = dist.get_world_size(group)
+        self._ranks = Ranks(group, dist.get_rank(group), size, None, mesh)
         for module in model.modules():
             for _, hook in hooks_of(module):
                 if isinstance(hook, ContextParallelSplitHook) and "_prepare_cp_input" not in vars(hook):
@@ -181,15 +182,12 @@ class Parallelism:
             self._changed.append((processor, processor._parallel_config))
             if any(fnmatchcase(name, pattern) for pattern in _split(self._family).whole):
                 processor._parallel_config = None
-            else:
-                self._check_heads(name, model.get_submodule(name))
-                processor._parallel_config = _flat(config)
-
-    def _check_heads(self, name: str, module: Any) -> None:
-        """That diffusers' own exchange can deal out the heads of attention that is left to it."""
-        if not _deals(module, self._config.context_parallel_config):
-            raise ValueError(f"{name} must have heads that {self._size} ranks divide, because diffusers deals them out there, got "
-                             f"{module.heads} heads")
+                continue
+            attention: Any = model.get_submodule(name)
+            if not _deals(attention, context):
+                raise ValueError(f"{name} must have heads that {size} ranks divide, because diffusers deals them out there, got "
+                                 f"{attention.heads} heads")
+            processor._parallel_config = _flat(config)
 
     def _restore(self) -> None:
         for processor, config in self._changed:

@@ -12,6 +12,8 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ssta.checks import require_kind
+
 from ..patch.call import CallState
 
 if TYPE_CHECKING:
@@ -56,16 +58,13 @@ class Split:
     hooks: Callable[[nn.Module, Callable[[], CallState]], Iterable[RemovableHandle]] = _no_hooks
 
     def __post_init__(self) -> None:
-        if not isinstance(self.plan, dict) and not callable(self.plan):
-            raise TypeError(f"Split.plan must be a dict or a function, got {self.plan!r} ({type(self.plan).__name__})")
-        if not callable(self.hooks):
-            raise TypeError(f"Split.hooks must be a function, got {self.hooks!r} ({type(self.hooks).__name__})")
-        if not isinstance(self.whole, tuple) or not all(isinstance(name, str) for name in self.whole):
-            raise TypeError(f"Split.whole must be a tuple of names, got {self.whole!r}")
-        if self.tokens is not None and not callable(self.tokens):
-            raise TypeError(f"Split.tokens must be a function or None, got {self.tokens!r} ({type(self.tokens).__name__})")
-        if self.trains is not True and not (isinstance(self.trains, str) and self.trains):
-            raise TypeError(f"Split.trains must be True, or a sentence that says why not, got {self.trains!r}")
+        require_kind("Split.plan", self.plan, "a dict or a function", isinstance(self.plan, dict) or callable(self.plan))
+        require_kind("Split.hooks", self.hooks, "a function", callable(self.hooks))
+        require_kind("Split.whole", self.whole, "a tuple of names",
+                     isinstance(self.whole, tuple) and all([isinstance(name, str) for name in self.whole]))
+        require_kind("Split.tokens", self.tokens, "a function or None", self.tokens is None or callable(self.tokens))
+        require_kind("Split.trains", self.trains, "True, or a sentence that says why not",
+                     self.trains is True or isinstance(self.trains, str) and len(self.trains) > 0)
 
     def of(self, model: nn.Module) -> Plan:
         """The plan of ``model``; ValueError where a list of which it wants the last block has just one."""

@@ -92,12 +92,11 @@ def test_a_place_that_holds_something_else():
 
 
 @pytest.mark.parametrize("arguments, error, message", [
-    (("ToyTransformer",), TypeError, "family must be a Family, or a model's class name with the place of its Family, got str"),
-    ((None,), TypeError, "family must be a Family, .*, got NoneType"),
+    (("ToyTransformer",), TypeError, "family must be a Family alone, or a model's class name with the place of its Family, got str"),
+    ((None,), TypeError, "family must be a Family alone, .*, got NoneType"),
     (("ToyTransformer", 3), TypeError, "got str with place 3"),
     (("ToyTransformer", "toy.TOY"), ValueError, 'place must be "module:NAME", .*, got \'toy.TOY\''),
     (("ToyTransformer", ":TOY"), ValueError, 'place must be "module:NAME"'),
-    (("", "toy:TOY"), ValueError, "family must not be empty"),
     (("WanTransformer3DModel", "toy:TOY"), ValueError, "not registered yet, got 'WanTransformer3DModel'"),
 ])
 def test_what_cannot_be_registered(arguments, error, message):
@@ -213,11 +212,10 @@ def test_stack_sites():
 
 @pytest.mark.parametrize("fields, error, message", [
     ({"name": 3}, TypeError, r"Site.name must be a str, got 3 \(int\)"),
-    ({"name": ""}, ValueError, "Site.name must not be empty"),
-    ({"module": "attn"}, TypeError, "Site.module must be the attention module 'attn', got str"),
+    ({"module": "attn"}, TypeError, "Site.module must be the attention module 'attn', got 'attn'"),
     ({"stock": "ToyProcessor"}, TypeError, "Site.stock must be a processor class or a tuple of them, got 'ToyProcessor'"),
     ({"stock": (ToyProcessor, ToyProcessor())}, TypeError, "Site.stock must be a processor class"),
-    ({"stock": ()}, ValueError, "Site.stock must hold at least one"),
+    ({"stock": ()}, TypeError, r"Site.stock must be a processor class or a tuple of them, got \(\)"),
     ({"replacement": None}, TypeError, "Site.replacement must be a function, got None"),
 ])
 def test_a_site_checks_its_fields(fields, error, message):
@@ -227,14 +225,13 @@ def test_a_site_checks_its_fields(fields, error, message):
 
 @pytest.mark.parametrize("field, value, error, message", [
     *[("model", value, TypeError, "Family.model must be a str, got") for value in (None, 3, ToyTransformer)],
-    ("model", "", ValueError, "Family.model must not be empty"),
     *[("sites", value, TypeError, "Family.sites must be a function, got") for value in (None, [])],
     *[("canvas", value, TypeError, "Family.canvas must be a function, got") for value in (None, (1, 2, 3))],
     *[("default_config", value, TypeError, "Family.default_config must be a function, got") for value in (None, SSTAConfig())],
     *[("default_schedule", value, TypeError, "Family.default_schedule must be a function, got") for value in (None, Schedule())],
-    ("presets", ["trained"], TypeError, "Family.presets must be a dict of functions by name, got list"),
-    ("presets", {3: SSTAConfig}, TypeError, "Family.presets' names must be a str, got 3"),
-    ("presets", {"trained": SSTAConfig()}, TypeError, r"Family.presets\['trained'\] must be a function"),
+    ("presets", ["trained"], TypeError, "Family.presets must be a dict of functions by name, got ..trained"),
+    ("presets", {3: SSTAConfig}, TypeError, "Family.presets must be a dict of functions by name, got .3"),
+    ("presets", {"trained": SSTAConfig()}, TypeError, "Family.presets must be a dict of functions by name, got .'trained'"),
 ])
 def test_a_family_checks_its_fields(field, value, error, message):
     with pytest.raises(error, match=message):

@@ -129,5 +129,5 @@ def test_a_split_of_the_wrong_kinds(options, message):
 
 
 def test_a_family_without_a_split():
-    with pytest.raises(TypeError, match="Family.split must be a Split or None, got dict"):
+    with pytest.raises(TypeError, match="Family.split must be a Split or None, got {}"):
         Family("Mine", lambda model: [], lambda model, arguments: (1, 1, 1), split={})
