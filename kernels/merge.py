@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .backend import choose_backend
 from .checks import DTYPES, check_tensor
-from .operators import watched
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -24,24 +22,13 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         out with the parts' shape and dtype and the first one's memory order, computed in float32 (float64 for float64); and lse, like the
         parts'. A row that has nothing in any part gives out = 0, lse = -inf and zero gradients. NaN and inf stay in their row.
 
-    Differentiable in outs and lses, any number of times. By one Triton kernel on a GPU where no gradient is asked for, else in plain torch,
-    which torch.compile and torch.func see through. Never waits for the device.
+    Differentiable in outs and lses, any number of times: plain torch, which torch.compile and torch.func see through. Never waits for the
+    device.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
     _check(outs, lses)
-    first = outs[0]
-    seen = not first.is_cuda or watched(*outs, *lses) or torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses))
-    if seen or choose_backend("auto", first.device, first.dtype, first.shape[3]).by_torch("take"):
-        return _merge_in_torch(outs, lses)
-    from .portable.merge import triton_merge
-
-    with torch.cuda.device(outs[0].device):
-        return triton_merge(outs, lses)
-
-
-def _merge_in_torch(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     every = torch.stack(tuple(lses))
     lse_max = every.detach().amax(0)
     # Measured from 0, the weights of a row that has nothing are 0 instead of NaN.

@@ -159,19 +159,6 @@ def finish_softmax(acc, row_max, row_sum):
 
 
 @triton.jit
-def part_weights(lse, lse_max):
-    """The weight of a part in a merge of partial results whose largest lse is ``lse_max``; 0 where the part is empty."""
-    return tl.exp(lse - tl.where(lse_max == float("-inf"), 0.0, lse_max))
-
-
-@triton.jit
-def merged_lse(lse_max, total):
-    """(what the parts' weighted sum is divided by, lse) of merged parts, ``total`` the sum of their weights."""
-    divisor = tl.where(total == 0, 1.0, total)
-    return divisor, tl.where(total == 0, float("-inf"), lse_max + tl.log(divisor))
-
-
-@triton.jit
 def lse_in_base_2(lse):
     """For a backward, whose weights are exp2(score - this): +inf for empty rows, so that their weights are 0 as they must be."""
     return tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)

@@ -2,24 +2,12 @@
 
 import pytest
 import torch
-from cases import INTERPRETED
 
 from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
 from ssta.kernels.merge import merge_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter is off")
-
-
-def triton(outs, lses):
-    from ssta.kernels.portable.merge import triton_merge
-
-    return triton_merge(outs, lses)
-
-
-MERGES = [pytest.param("cpu", merge_attention, id="torch"), pytest.param("cpu", triton, id="interpreter", marks=interpreted),
-          pytest.param("cuda", merge_attention, id="gpu", marks=pytest.mark.gpu)]
-merges = pytest.mark.parametrize("device, merge", MERGES)
+devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def split(mask, parts):
@@ -42,12 +30,12 @@ def case(device, parts, dtype, dim=16):
     return q, k, v, lambda *x: attend(mask, *x), [lambda *x, part=part: attend(part, *x) for part in split(mask, parts)]
 
 
-@merges
+@devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("parts", [2, 3])
-def test_the_merge_of_parts_is_the_whole(parts, dtype, device, merge):
+def test_the_merge_of_parts_is_the_whole(parts, dtype, device):
     q, k, v, whole, pieces = case(device, parts, dtype)
-    out, lse = merge(*zip(*(piece(q, k, v) for piece in pieces)))
+    out, lse = merge_attention(*zip(*(piece(q, k, v) for piece in pieces)))
     expected, expected_lse = whole(q, k, v)
     assert out.dtype == dtype and out.stride() == expected.stride() and lse.dtype == torch.float32
     # Parts that are rounded to bfloat16 carry an error of half a unit each, and their mean another one.
@@ -56,7 +44,7 @@ def test_the_merge_of_parts_is_the_whole(parts, dtype, device, merge):
     assert (out[0, 1, 32:] == 0).all() and (lse[0, 1, 32:] == float("-inf")).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @pytest.mark.parametrize("parts", [2, 3])
 def test_gradients_of_the_whole_through_the_merge(parts, device):
     q, k, v, whole, pieces = case(device, parts, torch.float64)
@@ -72,14 +60,14 @@ def test_gradients_of_the_whole_through_the_merge(parts, device):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_gradients_against_numbers(device):
     outs = [torch.randn(1, 2, 3, 2, dtype=torch.float64, device=device, requires_grad=True) for _ in range(3)]
     lses = [torch.randn(1, 2, 3, dtype=torch.float64, device=device, requires_grad=True) for _ in range(3)]
     assert torch.autograd.gradcheck(lambda *x: merge_attention(x[:3], x[3:]), (*outs, *lses))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_rows_that_have_nothing_get_no_gradient(device):
     outs = [torch.randn(1, 1, 3, 4, device=device, requires_grad=True) for _ in range(2)]
     lses = [torch.tensor([[[x, float("-inf"), 2.0]]], device=device, requires_grad=True) for x in (1.0, float("-inf"))]
@@ -89,14 +77,14 @@ def test_rows_that_have_nothing_get_no_gradient(device):
     assert (grads[1][:, :, 0] == 0).all() and (grads[3][:, :, 0] == 0).all(), "the second part has nothing in the first row"
 
 
-@merges
-def test_what_is_not_finite_stays_in_its_row_and_what_counts_for_nothing_is_ignored(device, merge):
+@devices
+def test_what_is_not_finite_stays_in_its_row_and_what_counts_for_nothing_is_ignored(device):
     outs = [torch.randn(1, 2, 5, 20, device=device) for _ in range(2)]
     lses = [torch.randn(1, 2, 5, device=device) for _ in range(2)]
-    expected = merge([x.clone() for x in outs], [x.clone() for x in lses])
+    expected = merge_attention([x.clone() for x in outs], [x.clone() for x in lses])
     outs[0][0, 0, 1, 3], lses[1][0, 0, 2], lses[0][0, 0, 3] = float("nan"), float("nan"), float("inf")
     outs[1][0, 1, 4], lses[1][0, 1, 4] = float("nan"), float("-inf")
-    out, lse = merge(outs, lses)
+    out, lse = merge_attention(outs, lses)
     assert out[0, 0, 1].isnan().any() and out[0, 0, 2].isnan().all() and lse[0, 0, 2].isnan()
     assert not lse[0, 0, 3].isfinite()
     torch.testing.assert_close((out[0, 1, 4], lse[0, 1, 4]), (outs[0][0, 1, 4], lses[0][0, 1, 4]))
@@ -106,40 +94,40 @@ def test_what_is_not_finite_stays_in_its_row_and_what_counts_for_nothing_is_igno
     assert torch.equal(lse[0, 0, 1], expected[1][0, 0, 1]), "a NaN in out says nothing of lse"
 
 
-@merges
+@devices
 @pytest.mark.parametrize("lses", [(-300.0, 0.0, 300.0), (300.0, 0.0, -300.0), (0.0, 300.0, -300.0)])
-def test_the_heaviest_part_is_all_where_others_are_far_below(lses, device, merge):
+def test_the_heaviest_part_is_all_where_others_are_far_below(lses, device):
     """e^300 is no float32, so weights are measured from the largest lse, wherever it stands."""
     outs = [torch.randn(1, 2, 5, 20, device=device) for _ in lses]
-    out, lse = merge(outs, [torch.full((1, 2, 5), x, device=device) for x in lses])
+    out, lse = merge_attention(outs, [torch.full((1, 2, 5), x, device=device) for x in lses])
     assert torch.equal(out, outs[lses.index(300.0)]) and (lse == 300).all()
 
 
-@merges
-def test_strides_and_long_lists_of_parts(device, merge):
+@devices
+def test_strides_and_long_lists_of_parts(device):
     """Any strides, head_dims and numbers of parts; the caller's tensors stay as they are."""
     parts = [torch.randn(2, 7, 3, 48, device=device).transpose(1, 2)[..., i % 2 * 8::1][..., :40] for i in range(9)]
     for i in (0, 4):
         parts[i] = parts[i].mT.contiguous().mT
     lses = [torch.randn(7, 3, 2, device=device).permute(2, 1, 0) * 5 for _ in range(9)]
     before = [x.clone() for x in (*parts, *lses)]
-    out, lse = merge(parts, lses)
+    out, lse = merge_attention(parts, lses)
     weights = torch.stack(lses).double().softmax(0)
     torch.testing.assert_close(out.double(), (torch.stack(parts) * weights[..., None]).sum(0), rtol=0, atol=2e-6)
     torch.testing.assert_close(lse.double(), torch.stack(lses).double().logsumexp(0), rtol=0, atol=4e-6)
     assert all(torch.equal(a, b) for a, b in zip(before, (*parts, *lses)))
 
 
-@merges
+@devices
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (1, 2, 0, 4), (1, 2, 3, 0)], ids=str)
-def test_zero_sizes(shape, device, merge):
+def test_zero_sizes(shape, device):
     lse = torch.full(shape[:3], 1.5, device=device)
-    out, merged = merge([torch.ones(shape, device=device)] * 2, [lse] * 2)
+    out, merged = merge_attention([torch.ones(shape, device=device)] * 2, [lse] * 2)
     assert out.shape == shape
     torch.testing.assert_close(merged, lse + torch.tensor(2.0).log().item())
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_under_torch_compile(device):
     outs = [torch.randn(1, 2, 8, 16, device=device, requires_grad=True) for _ in range(2)]
     lses = [torch.randn(1, 2, 8, device=device) for _ in range(2)]
@@ -170,7 +158,7 @@ def test_mistakes_are_named(error, name, change):
         merge_attention(*change(outs, lses))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_keys_that_are_kept_and_the_others_have_the_gradients_of_all(device, dtype):
     """Each part's backward needs of the other the result over both, and nothing else."""
