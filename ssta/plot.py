@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,29 +24,27 @@ _HATCHES = ("", "", "////", "")
 
 
 def plot_selection(
-    report: Report, query_thw: Sequence[int] | None = None, *, head: int = 0, batch: int = 0, grid: int = 0,
-    frames: Iterable[int] | None = None, images: Any = None, path: str | Path | None = None,
+    report: Report, query_thw: Sequence[int] | None = None, *, head: int = 0, batch: int = 0, grid: int = 0, images: Any = None,
+    path: str | Path | None = None,
 ) -> Figure:
-    """Draws which tiles of the video one query tile attends to, over the latent frames. Synchronises the device.
+    """Draws which tiles of the video one query tile attends to, over the latent frames: all of them up to 8, else the middle one of every
+    layer of tiles. Synchronises the device.
 
     Args:
         report: what ``explain`` returned.
         query_thw: (frame, row, column) of a token of the latent grid; its tile is the query tile. Default: the middle.
         head, batch: which query head and which batch element.
         grid: which video grid of the layout, counting from 0; query and keys are drawn within it.
-        frames: latent frames to draw, in the order given, also more than once. Default: all of them up to 8, else the middle one of
-            every layer of tiles.
         images: a picture to put under each latent frame, [t, H, W, 3] of any size: a tensor, a numpy array, or a list of t pictures
             (tensors, arrays, PIL images); floats in [0, 1], clipped to that, or uint8 in [0, 255]. Default: none.
         path: where to save the figure as well; the ending chooses the format.
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError: a report that ``explain`` did not make, an index that is no int, images of another dtype, a path that is none.
-        ValueError: an index outside the layout, images that are not one per latent frame or have no pixels, a path into a folder that
-            does not exist or with an ending that matplotlib does not write.
+        TypeError: a report that ``explain`` did not make, an index that is no int, images of another dtype.
+        ValueError: an index outside the layout, images that are not one per latent frame or have no pixels.
     """
-    figure_class, matplotlib = _matplotlib(report, path)
+    figure_class, matplotlib = _matplotlib(report)
     if not report.layout.video:
         raise ValueError("report must be of a layout with a video grid, got one without")
     grid = _index("grid", grid, len(report.layout.video))
@@ -63,9 +60,7 @@ def plot_selection(
     query_tile = first + (place[0] * video.tiles[1] + place[1]) * video.tiles[2] + place[2]
     row = _categories(report, batch, head)[query_tile]
     kinds = row[first:first + video.num_tiles].reshape(video.tiles)
-    frames = _default_frames(thw[0], cuts[0]) if frames is None else _ints("frames", frames)
-    if not frames or any(not 0 <= frame < thw[0] for frame in frames):
-        raise ValueError(f"frames must name at least one of the {thw[0]} latent frames, got {list(frames)}")
+    frames = list(range(thw[0])) if thw[0] <= 8 else [(start + end - 1) // 2 for start, end in cuts[0]]
 
     columns = 3 if len(frames) in (5, 6, 9) else min(len(frames), 4)
     rows = -(-len(frames) // columns)
@@ -119,10 +114,10 @@ def plot_block_mask(report: Report, *, head: int = 0, batch: int = 0, path: str 
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError: a report that ``explain`` did not make, an index that is no int, a path that is none.
-        ValueError: an index outside the layout, a path as in ``plot_selection``.
+        TypeError: a report that ``explain`` did not make, an index that is no int.
+        ValueError: an index outside the layout.
     """
-    figure_class, matplotlib = _matplotlib(report, path)
+    figure_class, matplotlib = _matplotlib(report)
     kinds = _categories(report, batch, head)
     tiles, video_tiles = len(kinds), report.layout.num_video_tiles
     figure = figure_class(figsize=(7.6, 7.4), layout="constrained")
@@ -151,8 +146,8 @@ def plot_block_mask(report: Report, *, head: int = 0, batch: int = 0, path: str 
     return _finish(figure, path)
 
 
-def _matplotlib(report: Report, path: str | Path | None):
-    """(Figure, matplotlib), once the arguments that all pictures share are known to be right."""
+def _matplotlib(report: Report):
+    """(Figure, matplotlib), once the report is known to be one."""
     try:
         import matplotlib.colors
         import matplotlib.patches
@@ -161,20 +156,8 @@ def _matplotlib(report: Report, path: str | Path | None):
         raise ImportError("ssta's pictures require matplotlib: pip install matplotlib") from error
     if not isinstance(report, Report):
         raise TypeError(f"report must be a Report, which explain returns, got {type(report).__name__}")
-    if path is not None:
-        _check_path(path, sorted(Figure().canvas.get_supported_filetypes()))
     # A Figure made without pyplot needs no display and is freed with its last reference.
     return Figure, matplotlib
-
-
-def _check_path(path: str | Path, endings: list[str]) -> None:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be a str or a Path, got {path!r} ({type(path).__name__})")
-    place = Path(path)
-    if not place.parent.is_dir():
-        raise ValueError(f"path must lie in a folder that exists, got {str(place)!r}")
-    if place.is_dir() or place.suffix and place.suffix[1:].lower() not in endings:
-        raise ValueError(f"path must be a file that ends with one of {', '.join(endings)}, got {str(place)!r}")
 
 
 def _index(name: str, value: int, size: int) -> int:
@@ -229,10 +212,6 @@ def _cuts(segment: TiledSegment, axis: int) -> list[tuple[int, int]]:
     """First and one past the last token of each tile along an axis, real tokens only."""
     size, tile = segment.extent[axis], segment.tile[axis]
     return [(start, min(start + tile, size)) for start in range(0, size, tile)]
-
-
-def _default_frames(total: int, layers: list[tuple[int, int]]) -> list[int]:
-    return list(range(total)) if total <= 8 else [(start + end - 1) // 2 for start, end in layers]
 
 
 def _span(noun: str, start: int, end: int) -> str:

@@ -253,9 +253,11 @@ def test_selection_shows_what_was_selected(report, tmp_path):
     assert {"the query tile", "near (window)"} <= set(labels)
 
 
-def test_selection_without_pictures_and_with_chosen_frames(report):
-    figure = plot_selection(report, frames=[0, 4])
-    assert [axes.get_title() for axes in figure.axes] == ["latent frame 0 (tile: frames 0-1)", "latent frame 4 (tile: frame 4)"]
+def test_of_a_long_video_one_frame_of_each_layer_of_tiles_is_shown():
+    q, k, _ = qkv(9 * 2 * 2)
+    figure = plot_selection(explain(q, k, (9, 2, 2), tile_thw=(4, 2, 2), topk=1))
+    assert [axes.get_title() for axes in figure.axes] == [
+        "latent frame 1 (tile: frames 0-3)", "latent frame 5 (tile: frames 4-7)", "latent frame 8 (tile: frame 8)"]
 
 
 def test_block_mask_shows_every_pair(report, tmp_path):
@@ -277,13 +279,8 @@ def test_block_mask_shows_every_pair(report, tmp_path):
     (lambda r: plot_selection(r, batch=1), "batch must be between 0 and 0, got 1"),
     (lambda r: plot_selection(r, grid=1), "grid must be between 0 and 0, got 1"),
     (lambda r: plot_selection(r, (1, 2)), r"query_thw must be a \(frame, row, column\) inside the grid \(5, 6, 8\), got \(1, 2\)"),
-    (lambda r: plot_selection(r, frames=[]), r"frames must name at least one of the 5 latent frames, got \[\]"),
     (lambda r: plot_selection(r, images=torch.rand(5, 0, 8, 3)), r"images must be .* none of them empty, got \(5, 0, 8, 3\)"),
     (lambda r: plot_selection(r, images=numpy.zeros((5, 6, 8))), r"images must be \[5, height, width, 3\].*, got \(5, 6, 8\)"),
-    (lambda r: plot_block_mask(r, path="/nonexistent/x.png"), "path must lie in a folder that exists, got '/nonexistent/x.png'"),
-    (lambda r: plot_block_mask(r, path="x.nope"), "path must be a file that ends with one of .*png.*, got 'x.nope'"),
-    (lambda r: plot_block_mask(r, path="."), "path must be a file that ends with one of"),
-    (lambda r: plot_selection(r, frames=[7]), "frames must name at least one of the 5 latent frames"),
     (lambda r: plot_selection(r, images=torch.rand(4, 6, 8, 3)), r"images must be \[5, height, width, 3\]"),
     (lambda r: plot_block_mask(r, head=-1), "head must be at least 0, got -1"),
     (lambda r: plot_block_mask(r, batch=2), "batch must be between 0 and 0, got 2"),
@@ -307,14 +304,10 @@ def test_the_pictures_are_of_a_report(plot, other):
     *((lambda r, plot=plot, head=head: plot(r, head=head), "head must be an int, got")
       for plot in PICTURES for head in ("0", None, 0.5, True)),
     *((lambda r, plot=plot: plot(r, batch="0"), "batch must be an int, got '0'") for plot in PICTURES),
-    *((lambda r, plot=plot: plot(r, path=3), "path must be a str or a Path, got 3") for plot in PICTURES),
     (lambda r: plot_selection(r, grid="0"), "grid must be an int, got '0'"),
     (lambda r: plot_selection(r, 3), "query_thw must be a sequence of ints, got 3"),
     (lambda r: plot_selection(r, "123"), "query_thw must be a sequence of ints, got '123'"),
     (lambda r: plot_selection(r, (1, 2.5, 1)), r"query_thw\[1\] must be an int, got 2.5"),
-    (lambda r: plot_selection(r, frames=3), "frames must be a sequence of ints, got 3"),
-    (lambda r: plot_selection(r, frames="01"), "frames must be a sequence of ints, got '01'"),
-    (lambda r: plot_selection(r, frames=[0.5]), r"frames\[0\] must be an int, got 0.5"),
     (lambda r: plot_selection(r, images=torch.zeros(5, 6, 8, 3).long()), r"images must be floats in \[0, 1\] or uint8 .*, got torch.int64"),
     (lambda r: plot_selection(r, images=[numpy.zeros((6, 8, 3)), numpy.zeros((3, 8, 3))]), "images must be .* 5 pictures of one size"),
 ])
@@ -334,13 +327,13 @@ def test_images_as_users_have_them(report):
     before = exact.clone()
     for images in (exact, exact.numpy(), list(exact), list(exact.numpy()), floats.tolist(), floats, floats.numpy(),
                    floats.double(), list(floats), [Image.fromarray(image) for image in exact.numpy()]):
-        torch.testing.assert_close(background(plot_selection(report, frames=[2], images=images)).float(), floats[2])
+        torch.testing.assert_close(background(plot_selection(report, images=images)).float(), floats[0])
     assert torch.equal(exact, before)
 
 
-def test_indices_may_be_numpy_and_frames_come_as_often_as_named(report):
-    figure = plot_selection(report, numpy.array([3, 5, 1]), head=numpy.int64(1), frames=torch.tensor([4, 0, 4]))
-    assert [axes.get_title().split(" (")[0] for axes in figure.axes] == ["latent frame 4", "latent frame 0", "latent frame 4"]
+def test_indices_may_be_numpys(report):
+    figure = plot_selection(report, numpy.array([3, 5, 1]), head=numpy.int64(1))
+    assert "head 1; the tile spans frames 2-3, rows 4-5, columns 0-3" in figure.get_suptitle()
 
 
 def test_a_layout_without_video_has_no_frames_to_draw():
