@@ -92,7 +92,7 @@ def settle(groups: Sequence[ProcessGroup], call: Hashable, facts: Callable[[], d
     """
     if not may_wait():
         return
-    known, others = _agreement(groups[0]), tuple([group.group_name for group in groups[1:]])
+    known, others = _AGREED.setdefault(groups[0], Agreement()), tuple([group.group_name for group in groups[1:]])
     if (others, call) in known.calls:
         return
     found = facts()
@@ -161,16 +161,9 @@ def _place(groups: Sequence[ProcessGroup]) -> int:
     return place
 
 
-def _agreement(group: ProcessGroup) -> Agreement:
-    found = _AGREED.get(group)
-    if found is None:
-        found = _AGREED[group] = Agreement()
-    return found
-
-
 def _say(group: ProcessGroup, words: Sequence[Word]) -> int:
     """Leaves ``words`` for the other ranks of a group; gives their number."""
-    agreement, store = _agreement(group), group.get_group_store()
+    agreement, store = _AGREED.setdefault(group, Agreement()), group.get_group_store()
     number, agreement.said = agreement.said, agreement.said + 1
     store.set(_key(number, group.rank()), json.dumps(words))
     if number >= WORDS_KEPT:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..checks import require_choice
@@ -52,11 +52,12 @@ class Place(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What ranks hold of a sequence; see ``Division``."""
+    """What ranks hold of a sequence; see ``Shares``."""
 
     places: tuple[Place, ...]
     length: int
     lengths: tuple[int, ...]
+    local_length: int
 
 
 @remember_plain
@@ -66,45 +67,7 @@ def held_by(runs: tuple[Run, ...], ranks: int, rank: int) -> Held:
         held = run.held(ranks)
         places.append(Place(run.length, run.shared, start, local, held))
         start, local = start + run.length, local + held[rank]
-    return Held(tuple(places), start, tuple([sum(held) for held in zip(*[place.held for place in places])]))
-
-
-@dataclass(frozen=True)
-class Division:
-    """How much of a sequence of S tokens each of several ranks has.
-
-    Attributes:
-        runs: the sequence. A rank's own sequence consists of its share of each shared run and of each whole run, in the order of runs.
-        ranks, rank: how many there are, and which this process is.
-        places: where the runs lie.
-        length: S.
-        lengths: the tokens that each rank holds.
-        local_length: those of this rank, S_r.
-    """
-
-    runs: tuple[Run, ...]
-    ranks: int
-    rank: int
-    _held: Held = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_held", held_by(self.runs, self.ranks, self.rank))
-
-    @property
-    def places(self) -> tuple[Place, ...]:
-        return self._held.places
-
-    @property
-    def length(self) -> int:
-        return self._held.length
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return self._held.lengths
-
-    @property
-    def local_length(self) -> int:
-        return self._held.lengths[self.rank]
+    return Held(tuple(places), start, tuple([sum(held) for held in zip(*[place.held for place in places])]), local)
 
 
 def runs_of(layout: TokenLayout, split: str) -> tuple[Run, ...]:

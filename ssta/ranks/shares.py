@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -13,7 +13,7 @@ from ..kernels import Deferred
 from ..spec import LayerSpec, Peers
 from .agreement import refuse, settle
 from .exchange import Deals, Exchange, Incoming, ToHeads
-from .runs import Division, dealt
+from .runs import Held, Place, Run, dealt, held_by
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -25,8 +25,29 @@ Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Shares(Division):
-    """How ranks share one sequence of S tokens out: ``Shards``, and ``Rings`` beyond the heads."""
+class Shares:
+    """How ranks share one sequence of S tokens out: ``Shards``, and ``Rings`` beyond the heads.
+
+    Attributes:
+        runs: the sequence. A rank's own sequence consists of its share of each shared run and of each whole run, in the order of runs.
+        ranks, rank: how many there are, and which this process is.
+        places: where the runs lie.
+        length: S.
+        lengths: the tokens that each rank holds.
+        local_length: those of this rank, S_r.
+    """
+
+    runs: tuple[Run, ...]
+    ranks: int
+    rank: int
+    places: tuple[Place, ...] = field(init=False, repr=False, compare=False)
+    length: int = field(init=False, repr=False, compare=False)
+    lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    local_length: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, value in zip(Held._fields, held_by(self.runs, self.ranks, self.rank)):
+            object.__setattr__(self, name, value)
 
     @property
     def groups(self) -> tuple[ProcessGroup, ...]:
