@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -43,52 +44,22 @@ def budget_of(config: SSTAConfig, layer: Layer) -> Callable[[Tensor], Budget]:
     if own is not None:
         return lambda scores: Budget(None, checked_keep(own, scores))
     if density is not None:
-        fixed = Budget(row_counts(layer.tiles.tile_grids, layer.fixed.window, density, layer.spec.device, layer.kv_tiles.num_video_tiles),
-                       beyond=True)
+        grids = tuple(zip(map(prod, layer.tiles.tile_grids), layer.fixed.window))
+        fixed = Budget(row_counts(grids, density, layer.kv_tiles.num_video_tiles, layer.spec.device), beyond=True)
         return lambda scores: fixed
     if config.threshold:
-        return lambda scores: Budget(topk_counts(scores, config.row_topk, config.threshold))
+        return lambda scores: Budget(threshold_counts(scores, config.row_topk, config.threshold))
     best = Budget(min(config.row_topk, layer.kv_tiles.num_video_tiles))
     return lambda scores: best
 
 
-def topk_counts(scores: Tensor, topk: int, threshold: float) -> int | Tensor:
-    """How many of the best tiles each row gets: an int, or int32 ``[...]`` with a threshold."""
+def threshold_counts(scores: Tensor, topk: int, threshold: float) -> Tensor:
+    """How many of the best tiles each row of ``scores [..., K]`` gets until their softmax reaches the threshold: int32 ``[...]``."""
     most = min(topk, scores.shape[-1])
-    if threshold == 0:
-        return most
     ranked = scores.sort(dim=-1, descending=True, stable=True).values
     reached = (ranked / TEMPERATURE).softmax(-1).cumsum(-1) >= threshold
     needed = reached.shape[-1] - reached.sum(-1) + 1
     return needed.clamp(min=LEAST_TILES, max=most).masked_fill(~reached.any(-1), most).int()
-
-
-def row_level(grids: Sequence[tuple[int, int]], density: float, columns: int) -> float:
-    """The tiles of a row, such that rows with so many have ``density`` of all tile pairs, together with rows whose window is more.
-
-    Args:
-        grids: of each video grid of the queries (its tiles, the tiles in the window of each).
-        columns: the keys' video tiles.
-    """
-    rows = sum([tiles for tiles, _ in grids])
-    left = density * rows * columns
-    for window, tiles in sorted([(window, tiles) for tiles, window in grids], reverse=True):
-        if window * rows <= left:
-            break
-        left, rows = left - window * tiles, rows - tiles
-    return left / rows if rows else 0.0
-
-
-@remember(64)
-def _row_counts(grids: tuple[tuple[int, int], ...], density: float, device: torch.device, columns: int) -> Tensor:
-    level, rows, counts = row_level(grids, density, columns), 0, []
-    for tiles, window in grids:
-        if window > level + 1e-6:
-            counts.append(torch.full((tiles,), max(window, 1) - window, dtype=torch.float64, device=device))
-            continue
-        counts.append(counts_at(torch.arange(rows, rows + tiles + 1, dtype=torch.float64, device=device), level, window))
-        rows += tiles
-    return torch.cat(counts).int()[None, None]
 
 
 def counts_at(rows: Tensor, level: float | Tensor, window: int) -> Tensor:
@@ -101,21 +72,31 @@ def counts_at(rows: Tensor, level: float | Tensor, window: int) -> Tensor:
     return bounds.diff().clamp(min=max(window, 1)) - window
 
 
-def row_counts(
-    tile_grids: Sequence[tuple[int, int, int]], window: Sequence[int], density: float, device: torch.device, columns: int | None = None,
-) -> Tensor:
+@remember(64)
+def row_counts(grids: tuple[tuple[int, int], ...], density: float, columns: int, device: torch.device) -> Tensor:
     """How many tiles beyond its window each row gets, all heads alike: int32 ``[1, 1, N]``.
 
     Row i has floor((i + 1) L) - floor(i L) tiles in all, L = density x K; at least 1, at least its window. Where windows of some grids are
     more than L, the rows of the others get less, so that the density is met nevertheless.
 
     Args:
-        tile_grids: tiles along (t, h, w) of each video grid, N in all.
-        window: the tiles in the window of each tile of a grid.
-        columns: K, the keys' video tiles; None = N.
+        grids: of each video grid of the queries (its tiles, N in all; the tiles in the window of each).
+        columns: K, the keys' video tiles.
     """
-    sizes = _sizes(tile_grids, window)
-    return _row_counts(sizes, density, device, sum([tiles for tiles, _ in sizes]) if columns is None else columns)
+    rows = sum([tiles for tiles, _ in grids])
+    left = density * rows * columns
+    for window, tiles in sorted([(window, tiles) for tiles, window in grids], reverse=True):
+        if window * rows <= left:
+            break
+        left, rows = left - window * tiles, rows - tiles
+    level, first, counts = left / rows if rows else 0.0, 0, []
+    for tiles, window in grids:
+        if window > level + SLACK:
+            counts.append(torch.full((tiles,), max(window, 1) - window, dtype=torch.float64, device=device))
+            continue
+        counts.append(counts_at(torch.arange(first, first + tiles + 1, dtype=torch.float64, device=device), level, window))
+        first += tiles
+    return torch.cat(counts).int()[None, None]
 
 
 def checked_keep(budget: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
@@ -123,7 +104,3 @@ def checked_keep(budget: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
     keep = budget(scores)
     check_tensor("budget's result", keep, (torch.bool,), scores.shape, "[B, H, N, N]", scores.device)
     return keep
-
-
-def _sizes(tile_grids: Sequence[tuple[int, int, int]], window: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    return tuple([(t * h * w, inside) for (t, h, w), inside in zip(tile_grids, window)])

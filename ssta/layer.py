@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from .budget import budget_of
 from .kernels import BlockLists, Deferred, PatternFacts, Route, choose_backend, choose_route
 from .kernels.memo import Kept, Unplanned, remember
 from .layout import Input, checked_layout
@@ -144,7 +145,8 @@ class Layer:
         self.backend = choose_backend(spec.impl, device, spec.dtype, spec.head_dim)
         self.fixed = fixed_tiles(self.tiles, self.kv_tiles, config.kernel_thw, config.selected_by)
         # The steps that this layer has, as values: a layer without a choice has no rule, one that drops what it leaves out no estimate.
-        self.rule = rule_of(config, self) if spec.chooses else None
+        self.rule = rule_of(config) if spec.chooses else None
+        self.budget = budget_of(config, self) if spec.chooses else None
         self.estimates = spec.estimates
         # As the steps "estimate" and "combine" take them.
         self.q_blocks, self.kv_blocks = ((tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile)
@@ -292,7 +294,7 @@ class Layer:
     def score(self, tiled: Tiled, estimates: BlockEstimates | None) -> Tensor:
         """How much each video tile wants each of the keys'; of layers that choose."""
         assert self.rule is not None, "the layer attends to fixed tiles"
-        return self.rule.scores(Facts(tiled, estimates, self))
+        return self.rule(Facts(tiled, estimates, self))
 
     def left(self, text_mask: TextMask | Tensor | None) -> Left:
         """What a mask leaves of the keys' dense runs."""
@@ -303,10 +305,10 @@ class Layer:
         held = tiled.held
         active, lengths = left if held is None else (None, held.lengths)
         useful = None if estimates is None else estimates.useful
-        if self.rule is None:
+        if self.budget is None:
             return self.fixed.selection(self.backend, active, lengths, useful)
         scores = self.score(tiled, estimates)
-        budget = self.rule.budget(scores)
+        budget = self.budget(scores)
         if held is not None and held.k_per_row is not None:
             budget = budget._replace(k_per_row=held.k_per_row)
         return self.fixed.chosen(self.backend, scores, budget, active, lengths, useful)

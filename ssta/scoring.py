@@ -1,4 +1,4 @@
-"""Rules: how much a key tile matters to a query tile, and how many of the best-scored ones a query tile gets.
+"""Rules: how much a key tile matters to a query tile.
 
 A rule is a function of ``Facts`` that gives scores, and a row of RULES; ``SSTAConfig.sampling_type`` names it.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-from .budget import Budget, budget_of
 
 if TYPE_CHECKING:
     from .config import SSTAConfig
@@ -37,15 +35,10 @@ class Facts:
     """
 
     def __init__(self, tiled: Tiled, estimates: BlockEstimates | None, layer: Layer) -> None:
-        self.estimates, self._tiled, self._layer = estimates, tiled, layer
-
-    @property
-    def backend(self) -> Backend:
-        return self._layer.backend
-
-    @property
-    def lambda_(self) -> float:
-        return self._layer.spec.config.lambda_
+        self.backend: Backend = layer.backend
+        self.lambda_: float = layer.spec.config.lambda_
+        self.estimates = estimates
+        self._tiled, self._layer = tiled, layer
 
     @cached_property
     def means(self) -> tuple[Tensor, Tensor]:
@@ -81,23 +74,10 @@ RULES: dict[str, Callable[[Facts], Tensor]] = {
 }
 
 
-class Rule(NamedTuple):
-    """How a layer chooses.
-
-    Attributes:
-        scores: ``facts -> float32 [B, H, N, K]``, higher is better; H = 1 where heads share.
-        budget: ``scores -> Budget``.
-    """
-
-    scores: Callable[[Facts], Tensor]
-    budget: Callable[[Tensor], Budget]
-
-
-def rule_of(config: SSTAConfig, layer: Layer) -> Rule:
-    """What ``config``, without variants, stands for in ``layer``."""
+def rule_of(config: SSTAConfig) -> Callable[[Facts], Tensor]:
+    """What ``config.scored_by`` stands for: ``facts -> float32 [B, H, N, K]``, higher is better; H = 1 where heads share."""
     scored_by = config.scored_by
-    scores = RULES[scored_by] if isinstance(scored_by, str) else lambda facts: facts.backend.score_by(scored_by, *facts.means)
-    return Rule(scores, budget_of(config, layer))
+    return RULES[scored_by] if isinstance(scored_by, str) else lambda facts: facts.backend.score_by(scored_by, *facts.means)
 
 
 def descriptors(x: Tensor, layout: TileLayout, adaptive_pool: tuple[int, int, int] | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from selection_cases import layer_of, selected
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention
-from ssta.budget import _row_counts, row_counts
+from ssta.budget import row_counts
 from ssta.window import near, window_size
 
 GRIDS = st.sampled_from([[(1, 1, 1)], [(1, 1, 2)], [(3, 1, 1)], [(1, 7, 1)], [(2, 3, 2)], [(5, 3, 1)], [(2, 2, 2), (1, 1, 1)],
@@ -32,7 +32,7 @@ def select(tokens, scores, **changes):
     config = SSTAConfig(tile_thw=(1, 1, 1), **changes)
     x = torch.zeros(batch, heads, tokens.length, 2)
     layer = layer_of(x, x, tokens, config)
-    found = layer.fixed.chosen(layer.backend, scores, layer.rule.budget(scores), None, None, None)
+    found = layer.fixed.chosen(layer.backend, scores, layer.budget(scores), None, None, None)
     window = near(layer.tiles.tile_grids, config.kernel_thw) & (config.selected_by == "ssta")
     return found.blocks.to_mask(), window
 
@@ -48,8 +48,8 @@ def test_every_tile_of_a_grid_has_a_window_of_one_size(grids, window):
 def test_rows_share_a_density_and_keep_their_window(grids, window, density, sparse_type):
     inside = near(grids, window) & (sparse_type == "ssta")
     sizes = [window_size(grid, window) * (sparse_type == "ssta") for grid in grids]
-    got = row_counts(grids, sizes, density, torch.device("cpu"))
     n = len(inside)
+    got = row_counts(tuple(zip(map(math.prod, grids), sizes)), density, n, torch.device("cpu"))
     assert got.shape == (1, 1, n) and got.dtype == torch.int32 and (got >= 0).all()
     total = got[0, 0] + inside.sum(-1)
     assert total.tolist() == oracle.spread_over_rows(inside.tolist(), density)[0]
@@ -114,10 +114,10 @@ def test_a_tile_that_is_not_finite_is_taken_last(sampling_type, bad):
 
 def test_counts_of_many_densities_are_not_all_kept():
     for i in range(1, 100):
-        row_counts([(1, 1, 5)], [3], i / 100, torch.device("cpu"))
-    assert len(_row_counts.kept) <= 64
-    again = row_counts([(1, 1, 5)], [3], 0.99, torch.device("cpu"))
-    assert again is row_counts([(1, 1, 5)], [3], 0.99, torch.device("cpu"))
+        row_counts(((5, 3),), i / 100, 5, torch.device("cpu"))
+    assert len(row_counts.kept) <= 64
+    again = row_counts(((5, 3),), 0.99, 5, torch.device("cpu"))
+    assert again is row_counts(((5, 3),), 0.99, 5, torch.device("cpu"))
 
 
 def test_everything_at_a_density_of_one_is_dense_attention():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from selection_cases import Case, cases, layer_of, selected
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, ssta_3d_attention, tile_layout
-from ssta.budget import topk_counts
+from ssta.budget import threshold_counts
 from ssta.kernels.eager.ranking import topk_blocks
 from ssta.scoring import descriptors
 
@@ -20,7 +20,7 @@ PLAIN = backend_of("torch")
 
 def best(scores, topk, threshold=0.0):
     """The tiles that a budget keeps."""
-    return topk_blocks(scores, topk_counts(scores, topk, threshold))
+    return topk_blocks(scores, threshold_counts(scores, topk, threshold) if threshold else topk)
 
 
 @settings(max_examples=80)
