@@ -400,7 +400,7 @@ class Layer:
         exact, exact_lse = self.rows.spread(self.backend, tape.out, tape.lse)
         q = tape.q if tape.q_all is None else tape.q_all
         dexact, dexact_lse, *rest = self.backend.combine_backward(
-            dout, None, exact, exact_lse, tape.merged, tape.merged_lse, tape.tail_lse, q, tape.k, tape.v, self.q_blocks, self.kv_blocks,
+            dout, exact, exact_lse, tape.merged, tape.merged_lse, tape.tail_lse, q, tape.k, tape.v, self.q_blocks, self.kv_blocks,
             tape.bias, tape.mixture, tape.log_count, tape.order, tape.k_mean, tape.v_mean, self.spec.scale)
         dexact, dexact_lse = self.rows.gathered(self.backend, dexact, dexact_lse)
         return dexact, dexact_lse, *rest

@@ -147,13 +147,13 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
 
 
 def combine_backward(
-    dout: Tensor, dlse: Tensor | None, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
+    dout: Tensor, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
     q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias: Tensor, mixture: Tensor, log_count: Tensor,
     order: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients for the exact part's out and lse, and for q, k and v, shaped and typed like these.
 
-    With delta = dO . O - dz and W_qu = b w_qu, for rows of which something is estimated:
+    With delta = dO . O and W_qu = b w_qu, for rows of which something is estimated:
 
         dE = a dO,  dz_E = a (dO . E - delta),  c_q = dO . (s q^T M_I) - delta
         dl_qu = W_qu (dO . vb_u + c_q),  dq = s sum_u dl_qu kb_u + s b M_I dO
@@ -163,7 +163,7 @@ def combine_backward(
     Other rows pass on what arrives.
 
     Args:
-        dout: ``[B, H, P, D]``; dlse ``[B, H, P]`` or None. What arrives for the merged out and lse.
+        dout: ``[B, H, P, D]``, what arrives for the merged out; nothing does for its lse.
         exact, exact_lse: out and lse of the exact part; out, lse: merged.
         tail_lse, bias, mixture: what ``combine`` returned with ``keep``.
         q, k, v, q_blocks, kv_blocks, scale: the arguments of ``combine``.
@@ -176,11 +176,10 @@ def combine_backward(
     queries, do = q.to(wide), dout.to(wide)
     estimated = ~tail_lse.isneginf()
     of_exact, of_tail, _ = _shares(exact_lse, tail_lse)
-    dz = torch.zeros_like(lse) if dlse is None else dlse
-    delta = (do * out.to(wide)).sum(-1) - dz
+    delta = (do * out.to(wide)).sum(-1)
     dexact = torch.where(estimated[..., None], (of_exact[..., None] * do).to(dout.dtype), dout)
     own = (do * _where_some(of_exact, exact.to(wide))).sum(-1)
-    dexact_lse = torch.where(estimated, of_exact * (own - delta), dz)
+    dexact_lse = (of_exact * (own - delta)).masked_fill(~estimated, 0)
 
     matrix = _matrices(_covariances(k, v, k_mean, v_mean, log_count, order, blocks), mixture, q.shape[3])
     weights, _ = _weights(queries, k_mean, bias * LN2, rows, scale)

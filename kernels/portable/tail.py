@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..lowering.inputs import loaded, strided
 from ..lowering.plans import Plan, Plans
-from ..tail import CAP, USELESS, BlockEstimates, Blocks, KeyStatistics, by_kv_head, covariances_wait, sampled_queries
+from ..tail import CAP, BlockEstimates, Blocks, KeyStatistics, by_kv_head, covariances_wait, sampled_queries
 from . import coded, tail_order, tail_rows, tail_statistics
 from .tail_groups import evenly, head_groups, mean_bytes, of_group
 
@@ -170,7 +170,7 @@ def _write_seen(plan: Plan, q: Tensor, offsets: Tensor, sizes: tuple[int, int], 
         variances(plan, queries, *keys, wide[own])
     masses(plan, q, k_mean, log_count, wide, offsets, scale, sample, CAP, seen.mass, seen.half_variance, error)
     if seen.useful is not None:
-        tail_rows.useful_heads(plan, error, USELESS, seen.useful)
+        tail_rows.useful_heads(plan, error, seen.useful)
 
 
 def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -> Tensor:

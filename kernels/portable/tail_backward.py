@@ -49,7 +49,7 @@ def _with_moments(x, moments, acc):
 
 
 @triton.jit
-def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dlse, dexact_lse, lse2, shift, bias2,
+def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dexact_lse, lse2, shift, bias2,
                       matrix, offsets, q_batch, q_head, q_row, dout_batch, dout_head, dout_row, exact_batch, exact_head, exact_row,
                       out_batch, out_head, out_row, dexact_batch, dexact_head, dexact_row, dq_batch, dq_head, dq_row,
                       heads, group, tokens, blocks, units, scale_log2, scale,
@@ -76,15 +76,11 @@ def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse
     wide = do.to(tl.float32)
     merged = load_rows(head_at(out, batch, head, out_batch, out_head), row, out_row, rows, M, DIM, DIM_PAD, True).to(tl.float32)
     delta = tl.sum(merged * wide, 1)
-    row_dlse = tl.zeros([M], tl.float32)
-    if dlse is not None:
-        row_dlse = tl.load(dlse + at, mask=inside, other=0.0)
-        delta -= row_dlse
     own = load_rows(head_at(exact, batch, head, exact_batch, exact_head), row, exact_row, rows, M, DIM, DIM_PAD, True).to(tl.float32)
     # Where the exact part has nothing, whatever its out holds.
     own_dot = tl.sum(tl.where((a == 0.0)[:, None], 0.0, own) * wide, 1)
     store_rows(head_at(dexact, batch, head, dexact_batch, dexact_head), row, dexact_row, rows, a[:, None] * wide, M, DIM, DIM_PAD)
-    tl.store(dexact_lse + at, tl.where(estimated, a * (own_dot - delta), row_dlse), mask=inside)
+    tl.store(dexact_lse + at, tl.where(estimated, a * (own_dot - delta), 0.0), mask=inside)
 
     queries = load_rows(head_at(q, batch, head, q_batch, q_head), row, q_row, rows, M, DIM, DIM_PAD, True)
     c = -delta
@@ -265,7 +261,7 @@ def several_groups(device: torch.device, q: Tensor, k: Tensor, blocks: int, unit
 
 
 def gradients(
-    plan: Plan, dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, dlse: Tensor | None, exact: Tensor,
+    plan: Plan, dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, exact: Tensor,
     exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks,
     bias2: Tensor, log_count: Tensor, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, matrix: Tensor, mixture: Tensor,
     dcovariance: Tensor, scale: float, at_once: int,
@@ -274,8 +270,8 @@ def gradients(
 
     Args:
         dexact, dq, dk, dv: take the gradients, shaped as exact, q, k and v; dexact_lse like exact_lse.
-        dout: ``[B, H, P, D]``; dlse ``[B, H, P]`` or None. What arrives for the merged out and lse.
-        exact, exact_lse: the exact part; out, lse: merged. Every lse is float32 ``[B, H, P]``, contiguous, as dlse and dexact_lse are.
+        dout: ``[B, H, P, D]``, what arrives for the merged out.
+        exact, exact_lse: the exact part; out, lse: merged. Every lse is float32 ``[B, H, P]``, contiguous, as dexact_lse is.
         tail_lse: the tail's; -inf where nothing is estimated.
         q, k, v: ``[B, H, P, D]`` and ``[B, Hkv, P', D]``; as of all that are shaped so the last strides are 1.
         q_blocks, kv_blocks: those that are compensated.
@@ -297,7 +293,7 @@ def gradients(
     sizes, config = launches["rows"]
     parts = -(-longest // config.block_m)
     _launch_rows(plan, (blocks * parts, batch * heads, 1),
-                 (q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dlse, dexact_lse, lse2, shift, bias2, matrix,
+                 (q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dexact_lse, lse2, shift, bias2, matrix,
                   offsets),
                  (*strides(q, dout, exact, out, dexact, dq), heads, group, tokens, blocks, units), (scale * LOG2E, scale),
                  dict(PARTS=parts) | sizes, config)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..lowering.chunks import block_lists
 from ..lowering.inputs import loadable, loaded, strided, tma_ok
 from ..lowering.plans import Plan, Plans, product
-from ..tail import CAP, WAITING_ROOM, BlockEstimates, Blocks, by_kv_head
+from ..tail import WAITING_ROOM, BlockEstimates, Blocks, by_kv_head
 from . import coded, tail_backward, tail_rows, tail_statistics
 from .tail_groups import evenly, head_groups, mean_bytes, of_group
 
@@ -101,7 +101,7 @@ def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Any], q_si
             if some[0] * some[1] <= at_once * group:
                 of_keys[-1] = _write_covariances(plan, of_keys, kv_offsets, useful[own], parts)
             lists = block_lists(_of_lists(counts, heads, own, shared), _of_lists(indices, heads, own, shared), some[1], kv_blocks)
-            tail_rows.unit_bias(plan, log_count[shared], half_variance[own], mass[own], lists, useful[own], CAP, parts, made[1], left[own],
+            tail_rows.unit_bias(plan, log_count[shared], half_variance[own], mass[own], lists, useful[own], parts, made[1], left[own],
                                 made[2])
             for mine, its in head_groups(some[0], some[1] // group, group, at_once):
                 _write_merge(plan, of_group(mine, *of_rows, *made), of_group(its, *of_keys), q_offsets, kv_offsets, scale, parts, merge,
@@ -171,35 +171,30 @@ def _fewer_groups(kv_heads: int, room: float, matrices: int, pairs: int, last: i
 
 
 def combine_backward(
-    dout: Tensor, dlse: Tensor | None, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
+    dout: Tensor, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
     q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias: Tensor, mixture: Tensor, log_count: Tensor,
     order: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float, *, matrices: Callable[..., None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``combine_backward`` of ``eager/tail.py``. ``matrices``: as of ``combine``."""
-    given = [None if x is None else x.contiguous() for x in (dlse, order)]
     if not tma_ok(mixture):
         mixture = mixture.new_empty(*mixture.shape[:3], _row(mixture.shape[3]))[..., :mixture.shape[3]].copy_(mixture)
     others = (exact_lse.contiguous(), lse, tail_lse, q_blocks[0], kv_blocks[0], bias, log_count, k_mean, v_mean,
-              *[x for x in given if x is not None])
+              None if order is None else order.contiguous())
     dexact, dexact_lse, dq, dk, dv = _gradients(
-        (*map(strided, (dout, exact, out, q, k, v)), mixture), others, q_blocks[1:], kv_blocks[1:], scale, dlse is not None,
-        matrices or _matrices, BACKWARD_ROOM)
+        (*map(strided, (dout, exact, out, q, k, v)), mixture), others, q_blocks[1:], kv_blocks[1:], scale, matrices or _matrices,
+        BACKWARD_ROOM)
     return dexact, dexact_lse, dq, dk, dv
 
 
-def _write_combine_backward(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
-                            scale: float, with_dlse: bool, matrices: Callable[..., None], room: float) -> None:
+def _write_combine_backward(plan: Plan, xs: Sequence[Tensor], others: Sequence[Any], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
+                            scale: float, matrices: Callable[..., None], room: float) -> None:
     """The plan of ``combine_backward``."""
     dout, exact, out, q, k, v, mixture = xs
-    exact_lse, lse, tail_lse, q_offsets, kv_offsets, bias, log_count, k_mean, v_mean, *rest = others
-    dlse = rest.pop(0) if with_dlse else None
-    order = rest[0] if rest else None
+    exact_lse, lse, tail_lse, q_offsets, kv_offsets, bias, log_count, k_mean, v_mean, order = others
     dexact, dexact_lse, dq, dk, dv = (plan.result_like(x) for x in (dout, lse, q, k, v))
     # What rows get that no estimate has touched: what arrives passes on, and nothing is added.
     plan.call(Tensor.copy_, dexact, dout)
-    if dlse is not None:
-        plan.call(Tensor.copy_, dexact_lse, dlse)
-    for x in (dq, dk, dv, *([dexact_lse] if dlse is None else [])):
+    for x in (dq, dk, dv, dexact_lse):
         plan.call(Tensor.zero_, x)
     if not q.numel() or not k.numel():
         return
@@ -211,7 +206,7 @@ def _write_combine_backward(plan: Plan, xs: Sequence[Tensor], others: Sequence[T
     several = tail_backward.several_groups(plan.device, q, k, blocks, units, at_once)
     for own, shared in head_groups(batch, kv_heads, group, at_once, several=several):
         keys, values, counts, places = k[shared], v[shared], log_count[shared], None if order is None else order[shared]
-        of_units, arrived = (k_mean[shared], v_mean[shared]), None if dlse is None else dlse[own]
+        of_units = k_mean[shared], v_mean[shared]
         covariances = plan.working(*counts.shape, dim * dim, dtype=torch.bfloat16)
         tail_statistics.covariances(plan, keys, values, kv_offsets, *of_units, counts, places, None, parts, covariances)
         mixed, matrix = mixture[own], plan.working(*mixture[own].shape[:3], dim * dim, dtype=torch.bfloat16)
@@ -219,7 +214,7 @@ def _write_combine_backward(plan: Plan, xs: Sequence[Tensor], others: Sequence[T
             matrices(plan, mixed[mine], covariances[its], matrix[mine])
         # Their memory is that of their gradients.
         tail_backward.gradients(
-            plan, dexact[own], dexact_lse[own], dq[own], dk[shared], dv[shared], dout[own], arrived, exact[own], exact_lse[own],
+            plan, dexact[own], dexact_lse[own], dq[own], dk[shared], dv[shared], dout[own], exact[own], exact_lse[own],
             out[own], lse[own], tail_lse[own], q[own], keys, values, (q_offsets, *q_sizes), (kv_offsets, *kv_sizes), bias[own], counts,
             places, *of_units, matrix, mixed, covariances, scale, at_once)
 

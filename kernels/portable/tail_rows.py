@@ -11,6 +11,7 @@ from ..lowering.arguments import Lists
 from ..lowering.plans import Plan
 from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, sampled_rows, softmax_step
 from ..lowering.quick_launch import power_of_2
+from ..tail import CAP, USELESS
 from .config import LaunchConfig
 from .tail_config import launcher, strides, tail_config
 from .tail_statistics import block_rows, head_at
@@ -34,8 +35,7 @@ def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, 
         value = tl.load(log_count + unit, mask=unit < units, other=float("-inf"))
         h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0).to(tl.float32)
         value += tl.minimum(h, CAP)
-        if useful is not None:
-            value = tl.where(tl.load(useful + batch * heads + head) != 0, value, float("-inf"))
+        value = tl.where(tl.load(useful + batch * heads + head) != 0, value, float("-inf"))
         tl.store(bias + unit, value * (1 / LN2), mask=unit < units)
     # Other threads wrote what is written over.
     tl.debug_barrier()
@@ -250,8 +250,8 @@ _launch_bias, _launch_score, _launch_mass, _launch_useful, _launch_combine = map
     launcher, (_bias_kernel, _score_kernel, _mass_kernel, _useful_kernel, _combine_kernel))
 
 
-def unit_bias(plan: Plan, log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lists, useful: Tensor | None, cap: float,
-              parts: int, bias: Tensor, left: Tensor, mixture: Tensor) -> None:
+def unit_bias(plan: Plan, log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lists, useful: Tensor, parts: int,
+               bias: Tensor, left: Tensor, mixture: Tensor) -> None:
     """Writes ``bias``, float32 ``[B, H, N, U]``, in base 2: what a unit's logit has beside its mean key's; ``left``, int32 ``[B, H, N]``,
     how many units a block estimates; and ``mixture``, bfloat16 with dense rows: what share a unit has of the mass of these, damped.
 
@@ -263,7 +263,7 @@ def unit_bias(plan: Plan, log_count: Tensor, half_variance: Tensor, mass: Tensor
                  (log_count, half_variance, mass, lists.counts, lists.indices, useful, bias, left, mixture),
                  (lists.batch, lists.head, lists.group, lists.capacity, heads, heads // log_count.shape[1], blocks, units,
                   mixture.stride(2)), (),
-                 dict(CAP=cap, PARTS=parts, WIDTH=WIDTH), None)
+                 dict(CAP=CAP, PARTS=parts, WIDTH=WIDTH), None)
 
 
 def scores(plan: Plan, mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int, out: Tensor) -> None:
@@ -274,9 +274,9 @@ def scores(plan: Plan, mass: Tensor, half_variance: Tensor, log_count: Tensor, p
                   (heads, heads // log_count.shape[1], blocks, units), (), dict(PARTS=parts, WIDTH=WIDTH), None)
 
 
-def useful_heads(plan: Plan, error: Tensor, most: float, useful: Tensor) -> None:
-    """Writes ``useful``, bool ``[B, H]``: whether the mean of ``error``, float32 ``[B, H, N]``, is at most ``most``."""
-    _launch_useful(plan, (useful.numel(), 1, 1), (error, useful), (error.shape[2],), (), dict(MOST=most, WIDTH=WIDTH), None)
+def useful_heads(plan: Plan, error: Tensor, useful: Tensor) -> None:
+    """Writes ``useful`` of ``error``, as ``useful_heads`` of ``tail.py`` finds it."""
+    _launch_useful(plan, (useful.numel(), 1, 1), (error, useful), (error.shape[2],), (), dict(MOST=USELESS, WIDTH=WIDTH), None)
 
 
 def sampled_mass(plan: Plan, q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float,

@@ -176,7 +176,7 @@ def test_the_tails_launches_by_address(room, numbers, monkeypatch):
         plans_of.kinds.clear()
     tail.estimate(of.q, of.k, of.v, *of.shape, of.scale, 2)
     _, *kept = tail_combine.combine(out, lse, of.q, of.k, of.v, *of.shape, lists.counts, lists.indices, found, of.scale, True)
-    tail_combine.combine_backward(out, lse, out, lse, out, lse, kept[0], of.q, of.k, of.v, *of.shape, *kept[1:], found.log_count,
+    tail_combine.combine_backward(out, out, lse, out, lse, kept[0], of.q, of.k, of.v, *of.shape, *kept[1:], found.log_count,
                                   found.order, found.k_mean, found.v_mean, of.scale)
     monkeypatch.undo()
     for plans_of in (tail._estimates, tail_combine._merged, tail_combine._gradients):

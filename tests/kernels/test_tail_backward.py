@@ -27,12 +27,12 @@ FEW, MANY = [7, 10, 2, 0, 9, 11, 4], [5, 12, 0, 8, 9, 3, 1, 6, 10, 7, 2, 14, 6, 
 
 @dataclasses.dataclass
 class Case:
-    """``inputs``: the exact part's out and lse, which may be anything, q, k and v. ``grads``: what arrives for the merged out and lse."""
+    """``inputs``: the exact part's out and lse, which may be anything, q, k and v. ``dout``: what arrives for the merged out."""
 
     of: TailCase
     blocks: BlockLists
     inputs: list
-    grads: list
+    dout: torch.Tensor
     estimates: BlockEstimates
 
     def combined(self, row):
@@ -43,23 +43,22 @@ class Case:
                                             self.of.scale, True)
         return out, lse, *kept
 
-    def gradients(self, row="triton", grads=None):
-        """By a row's steps; of ``grads`` the second may be None."""
+    def gradients(self, row="triton"):
+        """By a row's steps."""
         exact, exact_lse, q, k, v = self.inputs
         out, lse, _, tail_lse, bias, mixture = self.combined(row)
         of, found = self.of, self.estimates
         return of.backend(row).combine_backward(
-            *(grads or self.grads), exact, exact_lse, out, lse, tail_lse, q, k, v, *of.shape, bias, mixture, found.log_count, found.order,
+            self.dout, exact, exact_lse, out, lse, tail_lse, q, k, v, *of.shape, bias, mixture, found.log_count, found.order,
             found.k_mean, found.v_mean, of.scale)
 
     def formulas(self, *inputs):
         return self.of.formulas(*inputs, self.blocks, self.estimates)
 
-    def expected(self, grads=None):
+    def expected(self):
         """By autograd in float64."""
         inputs = [x.detach().double().requires_grad_() for x in self.inputs]
-        pairs = [(x, g.double()) for x, g in zip(self.formulas(*inputs), grads or self.grads) if g is not None]
-        return torch.autograd.grad([x for x, _ in pairs], inputs, [g for _, g in pairs], materialize_grads=True)
+        return torch.autograd.grad(self.formulas(*inputs)[0], inputs, self.dout.double(), materialize_grads=True)
 
 
 def case(parts, heads=2, kv_heads=1, dim=16, dtype=torch.float32, lengths=LENGTHS, batch=1, nan=False, row="triton", kv_lengths=None):
@@ -77,7 +76,7 @@ def case(parts, heads=2, kv_heads=1, dim=16, dtype=torch.float32, lengths=LENGTH
         mask[0, ..., 5] = False
     # Half of the softmax or so.
     lse = torch.randn(*out.shape[:3], device=DEVICE, dtype=of.q.dtype if dtype == torch.float64 else torch.float32) + number**0.5 / 2 + 2
-    return Case(of, of.lists(mask), [out, lse, of.q, of.k, of.v], [torch.randn_like(out), torch.randn_like(lse)], of.estimate(row))
+    return Case(of, of.lists(mask), [out, lse, of.q, of.k, of.v], torch.randn_like(out), of.estimate(row))
 
 
 def assert_close(got, expected, share, tokens=16):
@@ -101,7 +100,7 @@ def some_gradients_pass_unchanged(of, got, skipped):
     """Those of a head that does without, of a block that lists all, and of other blocks; nothing of them reaches q, k and v."""
     start, end, last = int(of.of.offsets[1]), int(of.of.offsets[2]), of.of.slots
     for at in ((slice(None), skipped), (slice(None), 0, slice(start, end)), (slice(None), slice(None), slice(last, None))):
-        assert torch.equal(got[0][at], of.grads[0][at]) and torch.equal(got[1][at], of.grads[1][at]) and (got[2][at] == 0).all()
+        assert torch.equal(got[0][at], of.dout[at]) and (got[1][at] == 0).all() and (got[2][at] == 0).all()
     last = int(of.of.kv_offsets[of.of.kv_number])
     assert (got[3][:, :, last:] == 0).all() and (got[4][:, :, last:] == 0).all()
 
@@ -114,14 +113,13 @@ cases = partial(pytest.mark.parametrize, "parts, heads, kv_heads")
 @cases(GROUPS)
 @pytest.mark.parametrize("nan, kv_lengths", [(False, None), (True, None), (True, FEW), (False, MANY)], ids=["", "nan", "few", "many"])
 def test_plain_torch_has_the_gradients_of_the_formulas(parts, heads, kv_heads, nan, kv_lengths):
-    """To rounding: all of them, and where only one of the results is differentiated. Of keys with the queries' blocks, and of others."""
+    """To rounding. Of keys with the queries' blocks, and of others."""
     of = skip_head(case(parts, heads, kv_heads, dim=4, dtype=torch.float64, batch=2, nan=nan, row="torch", kv_lengths=kv_lengths), 1)
     assert (of.estimates.half_variance > 1).any() and (of.estimates.half_variance < 1).any()
     for got, wanted in zip(of.combined("torch"), of.formulas(*of.inputs)):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
-    for grads in (of.grads, [of.grads[0], None], [torch.zeros_like(of.grads[0]), of.grads[1]]):
-        for name, g, e in zip(NAMES, of.gradients("torch", grads), of.expected(grads)):
-            torch.testing.assert_close(g, e, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+    for name, g, e in zip(NAMES, of.gradients("torch"), of.expected()):
+        torch.testing.assert_close(g, e, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
     some_gradients_pass_unchanged(of, of.gradients("torch"), 1)
 
 
@@ -139,9 +137,8 @@ def test_the_kernels_compute_the_formulas(parts, heads, kv_heads):
     covariances = eager._covariances(k, v, estimates.k_mean, estimates.v_mean, estimates.log_count, estimates.order,
                                      eager._Cut(of.of.shape[1], k.shape[2]))
     matrix = eager._matrices(covariances, mixture, q.shape[3])
-    dout, dlse = of.grads
-    got = [dout.clone(), dlse.clone(), *(torch.zeros_like(x) for x in of.inputs[2:])]
-    rows = [x.float() for x in (dout, dlse, *exact, out, lse, tail_lse, q, k, v)]
+    got = [of.dout.clone(), *(torch.zeros_like(x) for x in of.inputs[1:])]
+    rows = [x.float() for x in (of.dout, *exact, out, lse, tail_lse, q, k, v)]
     of_units = [x.float() for x in (estimates.k_mean, estimates.v_mean, matrix.flatten(3), mixture)]
     planned(gradients)(*got, *rows, *of.of.shape, bias2.float().contiguous(), of.estimates.log_count, of.estimates.order,
                        *(x.contiguous() for x in of_units), torch.empty(*of_units[0].shape[:3], of.of.q.shape[3]**2, device=DEVICE),
@@ -183,16 +180,14 @@ SHORT = [6, 12, 4, 3]
 def test_where_everything_is_listed_gradients_pass(row):
     of = case(1, lengths=SHORT, row=row)
     of.blocks = of.of.lists(torch.ones_like(of.blocks.to_mask()))
-    dout, dlse, *others = of.gradients(row)
-    assert torch.equal(dout, of.grads[0]) and torch.equal(dlse, of.grads[1]) and all((x == 0).all() for x in others)
+    dout, *others = of.gradients(row)
+    assert torch.equal(dout, of.dout) and all((x == 0).all() for x in others)
 
 
-def test_a_gradient_may_arrive_through_one_result_only():
-    """And be one number for a whole row, or be as good as none."""
+def test_what_arrives_may_be_one_number_for_all_rows():
     of = case(1, lengths=SHORT)
-    one = torch.ones((), device=DEVICE).expand_as(of.inputs[0])
-    for grads in ([one, None], [0 * one, of.grads[1]]):
-        assert_close(of.gradients(grads=grads), of.expected(grads), 2**-6)
+    of.dout = torch.ones((), device=DEVICE).expand_as(of.inputs[0])
+    assert_close(of.gradients(), of.expected(), 2**-6)
 
 
 def test_the_same_inputs_give_the_same_bits():
@@ -218,9 +213,9 @@ def test_heads_that_share_launches_have_the_bits_of_heads_one_by_one(heads, monk
 @both
 def test_no_input_is_written_to_and_no_matrix_is_kept(row):
     of = case(1, dim=32, lengths=SHORT, row=row)
-    before = [x.clone() for x in (*of.inputs, *of.grads)]
+    before = [x.clone() for x in (*of.inputs, of.dout)]
     of.gradients(row)
-    assert all(torch.equal(a, b) for a, b in zip(before, (*of.inputs, *of.grads)))
+    assert all(torch.equal(a, b) for a, b in zip(before, (*of.inputs, of.dout)))
     assert max(x.numel() for x in of.combined(row)[2:]) < of.of.number * 32 * 32
 
 
@@ -232,7 +227,7 @@ def test_no_input_is_written_to_and_no_matrix_is_kept(row):
 def test_gradients_of_a_large_layer(parts, dim, dtype, row):
     of = case(parts, 4, 2, dim, dtype, [384, 384, 384, 240, 384, 320, 192, 100] * 6 + [300], row=row)
     wide = Case(dataclasses.replace(of.of, **{name: getattr(of.of, name).double() for name in "qkv"}), of.blocks,
-                [x.double() for x in of.inputs], [x.double() for x in of.grads], in_float64(of.estimates))
+                [x.double() for x in of.inputs], of.dout.double(), in_float64(of.estimates))
     got = of.gradients(row)
     assert_close(got, wide.gradients("torch"), 2**-6, tokens=128)
     assert all(torch.equal(a, b) for a, b in zip(got, of.gradients(row)))

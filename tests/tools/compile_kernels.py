@@ -119,7 +119,7 @@ def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> 
     found = steps.estimate(q, k, v, blocks, blocks, 1.0, parts)
     steps.error_scores(found.mass, found.half_variance, found.log_count, parts)
     _, tail_lse, bias, mixture = steps.combine(out, lse, q, k, v, blocks, blocks, lists.counts, lists.indices, found, 1.0, True)
-    steps.combine_backward(q, lse, out, lse, out, lse, tail_lse, q, k, v, blocks, blocks, bias, mixture, found.log_count, found.order,
+    steps.combine_backward(q, out, lse, out, lse, tail_lse, q, k, v, blocks, blocks, bias, mixture, found.log_count, found.order,
                            found.k_mean, found.v_mean, 1.0)
 
 
