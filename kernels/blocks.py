@@ -218,12 +218,9 @@ class BlockLists:
         """
         return cls(*topk_lists(indices), q_offsets, kv_offsets, **fields)
 
-    def to_topk(self, fill: int = -1) -> Tensor:
-        """int32 ids ``[B|1, H|1, Nq, capacity]`` with ``fill``, an int of 32 bits, in the entries past each list's count."""
-        fill = require_int("fill", fill, -2**31)
-        if fill >= 2**31:
-            raise ValueError(f"fill must be an int of 32 bits, got {fill}")
-        return self.indices.masked_fill(~self._used(), fill)
+    def to_topk(self) -> Tensor:
+        """int32 ids ``[B|1, H|1, Nq, capacity]`` with -1 in the entries past each list's count."""
+        return self.indices.masked_fill(~self._used(), -1)
 
     @classmethod
     def from_bsr(cls, indptr: Tensor, indices: Tensor, q_offsets: int | Tensor, kv_offsets: int | Tensor, *, num_kv_blocks: int,
