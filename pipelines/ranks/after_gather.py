@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ..patch.call import CallState
@@ -41,15 +42,7 @@ def shared_gradients(model: nn.Module, call: Callable[[], CallState], gather: st
 
 def _times_ranks(call: Callable[[], CallState], power: int, module: nn.Module, args: tuple, output: Any) -> Any:
     ranks = call().ranks
-    return None if ranks is None or not torch.is_grad_enabled() else _map(output, float(ranks.size) ** power)
-
-
-def _map(output: Any, factor: float) -> Any:
-    """``output``, a tensor, a tuple or one of diffusers' outputs, its tensors weighted."""
-    if isinstance(output, Tensor):
-        return _Weighted.apply(output, factor)
-    if isinstance(output, Mapping):
-        return type(output)(**{name: _map(value, factor) for name, value in output.items()})
-    if isinstance(output, tuple):
-        return tuple([_map(value, factor) for value in output])
-    return output
+    if ranks is None or not torch.is_grad_enabled():
+        return None
+    factor = float(ranks.size) ** power
+    return tree_map_only(Tensor, lambda x: _Weighted.apply(x, factor), output)
