@@ -23,7 +23,7 @@ from .family import Family
 
 
 @dataclass
-class _StepCount:
+class StepCount:
     """How many steps were seen and were dense in the generation in progress or last finished; where nothing counts, forwards."""
 
     seen: int = 0
@@ -86,7 +86,7 @@ class ModelContext:
         # Layouts that `SSTAProcessor.around` made: a forward asks for the same one in every layer.
         self.layouts: dict[tuple, TokenLayout] = {}
         self._progress = progress
-        self._count = _StepCount()
+        self.count = StepCount()
         self._forget_calls()
 
     def _forget_calls(self) -> None:
@@ -131,16 +131,6 @@ class ModelContext:
         state = getattr(self._calls, "state", None) or self._latest
         return state is not None and state.dense_step
 
-    @property
-    def steps(self) -> int | None:
-        """How many steps were seen, see ``LayerRun``; None where there was none, or nothing that leaves a trace."""
-        return self._count.seen or None
-
-    @property
-    def dense_steps(self) -> int:
-        """How many of ``steps`` were dense."""
-        return self._count.dense
-
     def capture(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of the transformer: takes the canvas from the call, and finds the step."""
         arguments = self._signature.bind(model, *args, **kwargs).arguments
@@ -172,7 +162,7 @@ class ModelContext:
         if getattr(self._calls, "densely", False):
             return True, None
         step = self._progress.step(arguments.get("timestep"))
-        if self.check_ranks and state.ranks is not None and (step is None or self._count.begins(step)):
+        if self.check_ranks and state.ranks is not None and (step is None or self.count.begins(step)):
             at = "unknown" if step is None else f"{step.position} of {step.total}"
             agree(state.ranks, arguments, canvas=state.thw, step=at, config=self.config, schedule=schedule)
         if step is not None:
@@ -186,5 +176,5 @@ class ModelContext:
                       f"nor a pipeline, nor {type(self._progress.scheduler).__name__}; they do nothing for it. Call it from the pipeline "
                       "that SSTA was applied to")
         with self._counting:
-            self._count.add(dense, step)
+            self.count.add(dense, step)
         return dense, density

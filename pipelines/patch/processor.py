@@ -347,8 +347,9 @@ class SSTAProcessor:
             route = choose_route(self.context.impl, *run.kind)
         name = (run.backend or "") if route is None else str(route)
         density = 1.0 if run.counts is None or run.tiles is None else float(run.counts.double().mean()) / run.tiles
-        steps, always_dense = self.context.steps, self.config is None
-        dense = steps if always_dense or steps is None else self.context.dense_steps
+        count = self.context.count
+        # Nothing leaves a trace in a model that is compiled whole.
+        steps, dense = (count.seen, count.seen if self.config is None else count.dense) if count.seen else (None, None)
         masses = None if run.mass is None else run.mass.tensor()
         rank, ranks, own, heads = run.part or (0, 1, None, None)
         by: tuple[tuple[str, str], ...] = ()
