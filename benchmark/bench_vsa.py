@@ -32,7 +32,7 @@ from truth import Wrong, check, exact_query_block
 from ssta import DenseRun, TileLayout, TokenLayout, VideoGrid, tile_layout
 from ssta.kernels import BlockLists, block_sparse_attention
 from ssta.kernels.routing import IMPLEMENTATIONS
-from ssta.op import LayerResult
+from ssta.result import LayerResult
 from ssta.trained.sla import sla_layer
 from ssta.trained.vsa import TILE, vsa_config, vsa_layer
 

@@ -15,10 +15,11 @@ from .kernels.checks import autocast_inputs, require_bool, require_int
 from .kernels.memo import captured, remember_plain
 from .layer import Layer
 from .layout import Input
-from .op import LayerResult, in_autocast, layer_of, run_layer, world_of
+from .op import in_autocast, layer_of, run_layer, world_of
 from .ranks.agreement import said_to
 from .ranks.layer import attend_between, exchanged, unheard
 from .ranks.rings import shares_of
+from .result import LayerResult
 from .selection import Selection
 from .sequence import TokenLayout, require_layout
 from .spec import LayerSpec

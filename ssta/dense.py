@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .attention import attend
 from .config import SSTAConfig
-from .op import LayerResult
+from .result import LayerResult
 from .sequence import DenseRun, TokenLayout, require_layout
 from .text import TextMask
 

@@ -12,7 +12,7 @@ from .budget import budget_of
 from .kernels import BlockLists, Deferred, PatternFacts, Route, choose_backend, choose_route
 from .kernels.memo import Kept, Unplanned, remember
 from .layout import Input, checked_layout
-from .mass import ExactMass
+from .result import ExactMass, Found, LayerResult, Tape
 from .rows import all_rows, some_rows
 from .scoring import Facts, rule_of, tile_means
 from .selection import Left, Selection, fixed_tiles, text_lengths
@@ -56,75 +56,8 @@ class Tiled(NamedTuple):
     held: Held | None = None
 
 
-class Tape(NamedTuple):
-    """What a layer's backward needs of its forward, all in the order of the tiles.
-
-    Attributes:
-        q, k, v: as of ``Tiled``; q of the computed rows.
-        out, lse: attention to the listed tiles alone.
-        merged, merged_lse: with the estimate; None where nothing is estimated, and so are all others.
-        tail_lse, bias, mixture, log_count, order, k_mean, v_mean: of the estimate; see ``kernels.eager.tail``.
-        q_all: q of all rows; None where all are computed.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    merged: Tensor | None = None
-    merged_lse: Tensor | None = None
-    tail_lse: Tensor | None = None
-    bias: Tensor | None = None
-    mixture: Tensor | None = None
-    log_count: Tensor | None = None
-    order: Tensor | None = None
-    k_mean: Tensor | None = None
-    v_mean: Tensor | None = None
-    q_all: Tensor | None = None
-
-
-class Found(NamedTuple):
-    """What a run finds beside its result: ``LayerResult``'s, and the tape if the spec says so."""
-
-    selection: Selection
-    mass: ExactMass | None = None
-    tape: Tape | None = None
-
-
 # Of what a run holds, that which is no tape: counts, indices, valid lengths, which heads are useful, shares of mass.
 _KNOWN = 5
-
-
-class Ran:
-    """What one run of a layer gives.
-
-    Args:
-        out: the result.
-        route: which kernels attended; None where an operator ran, which chooses by itself.
-        held: the tensors in which all else is.
-        find: ``held -> Found``, called when somebody asks, and by a backward with what autograd has saved of held; holds no tape.
-        means: as of ``LayerResult``.
-        planned: the plan that ran, if one did.
-    """
-
-    def __init__(self, out: Tensor, route: Route | None, held: Sequence[Tensor | None], find: Callable[[Sequence[Any]], Found],
-                 means: tuple[Tensor, ...] = (), planned: Planned | None = None) -> None:
-        self.out, self.route, self.held, self.find, self.means, self.planned = out, route, held, find, means, planned
-        self._found: Found | None = None
-
-    @classmethod
-    def of(cls, out: Tensor, route: Route | None, found: Found) -> Ran:
-        """One of which all is known."""
-        ran = cls(out, route, (), lambda held: found)
-        ran._found = found
-        return ran
-
-    @property
-    def found(self) -> Found:
-        if self._found is None:
-            self._found = self.find(self.held)
-        return self._found
 
 
 class Layer:
@@ -165,7 +98,7 @@ class Layer:
 
     def run(self, q: Input | Sent | Tiled, k: Input | Sent | None = None, v: Input | Sent | None = None,
             text_mask: TextMask | Tensor | None = None, selection: Selection | None = None, *, apart: bool = False
-            ) -> Ran:
+            ) -> LayerResult:
         """Attention over the layer's sequences.
 
         Args:
@@ -183,7 +116,7 @@ class Layer:
                 return ran
         return self._steps(q, k, v, self.left(text_mask) if left is None else left, selection)
 
-    def _planned(self, q: Any, k: Any, v: Any, text_mask: Tensor | None, left: Left | None) -> Ran | None:
+    def _planned(self, q: Any, k: Any, v: Any, text_mask: Tensor | None, left: Left | None) -> LayerResult | None:
         """The run as one plan; None where that is not possible, as of a scorer that is computed by torch."""
         qkv: tuple[Any, ...] = q, k, v
         waits: tuple[Callable[[], object], ...] = ()
@@ -203,7 +136,7 @@ class Layer:
         if not self.spec.recorded:
             # Of these nothing is asked for again.
             held[:len(own)] = [None] * len(own)
-        return Ran(out, planned.note, held, partial(self._found, planned), planned=planned)
+        return LayerResult(out, planned.note, held, partial(self._found, planned), planned=planned)
 
     def _write(self, plan: Plan, xs: Sequence[Any], left: Sequence[Any]) -> Route | None:
         """The plan of a run."""
@@ -230,7 +163,7 @@ class Layer:
         return Found(selection, mass, Tape._make(tape) if tape else None)
 
     def _steps(self, q: Input | Sent | Tiled, k: Input | Sent | None, v: Input | Sent | None, left: Left,
-               selection: Selection | None = None) -> Ran:
+               selection: Selection | None = None) -> LayerResult:
         """All steps, one after the other. Nobody else has what they make, so that it is gone once it is read."""
         if isinstance(q, Tiled):
             tiled = q
@@ -257,7 +190,7 @@ class Layer:
         del rows, q, k, v
         blocks = selection.blocks
         held = (blocks.counts, blocks.indices, blocks.kv_lengths, selection.useful, None if mass is None else mass.shares, *(tape or ()))
-        return Ran(self.take(out), route, held,
+        return LayerResult(self.take(out), route, held,
                    lambda held: Found(selection, mass, Tape._make(held[_KNOWN:]) if held[_KNOWN:] else None), means)
 
     # The steps

@@ -14,52 +14,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .kernels import BlockLists, Route
+from .kernels import BlockLists
 from .kernels.memo import traced
 from .kernels.operators import NAMESPACE, on_device, refuse_forward_mode, watched
-from .layer import Found, Layer, Ran, Tape, prepared
+from .layer import Layer, prepared
 from .layout import Input
-from .mass import ExactMass
+from .result import ExactMass, Found, LayerResult, Tape
 from .returns import TAPE, everything, own_tensors, results, tensors
 from .selection import Selection
 from .spec import LayerSpec
 from .text import TextMask
-
-
-class LayerResult(NamedTuple):
-    """What a layer of attention gives. Of a sequence that ranks share out, ``out`` is this rank's tokens, and the rest is of its heads.
-
-    Attributes:
-        out: ``[B, H, S, D]`` in query's dtype, in the sequence's order.
-        ran: of which all else is made when somebody asks.
-        means: of the video tiles of query, key and value in their dtype, ``[B, H, N, D]`` and twice ``[B, Hkv, K, D]``, where they were
-            wanted; else none.
-    """
-
-    out: Tensor
-    ran: Ran
-    means: tuple[Tensor, ...] = ()
-
-    @property
-    def selection(self) -> Selection:
-        """What was attended to, over the layout's tiles in tiled order."""
-        return self.ran.found.selection
-
-    @property
-    def route(self) -> Route | None:
-        """Which kernels attended, and why no faster ones; None where an operator ran, which chooses by itself."""
-        return self.ran.route
-
-    @property
-    def mass(self) -> ExactMass | None:
-        """Of which ``exact_mass`` is made."""
-        return self.ran.found.mass
-
-    @property
-    def exact_mass(self) -> Tensor | None:
-        """With a compensation the share of the softmax that was computed exactly, the rest being estimated: float32 ``[B, H, N]`` (float64
-        for float64 inputs), the mean of each video tile's rows; NaN for heads without an estimate. Worked out when asked for."""
-        return None if self.mass is None else self.mass.tensor()
 
 
 class World(NamedTuple):
@@ -116,11 +80,12 @@ def run_layer(
     layer = layers(spec)
     if not spec.recorded:
         with on_device(query), torch.no_grad():
-            ran = layer.run(query, key, value, text_mask, selection)
-        return LayerResult(ran.out, ran, ran.means)
-    kept: list[Ran] = []
+            return layer.run(query, key, value, text_mask, selection)
+    kept: list[LayerResult] = []
     out, *means = _Recorded.apply(query, key, value, layer, text_mask, selection, kept)
-    return LayerResult(out, kept[0], tuple(means))
+    result, = kept
+    result.out, result.means = out, tuple(means)
+    return result
 
 
 class _Recorded(torch.autograd.Function):
@@ -129,7 +94,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, layer: Layer, text_mask: Tensor | TextMask | None,
-                selection: Selection | None, kept: list[Ran]) -> tuple[Tensor, ...]:
+                selection: Selection | None, kept: list[LayerResult]) -> tuple[Tensor, ...]:
         with on_device(query):
             ran = layer.run(query, key, value, text_mask, selection)
         # The lists are saved too, so that writing to them before the backward is an error.
@@ -261,4 +226,4 @@ def _operate(query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, text_ma
         max_kv_length=kv_cut.max_tile_length)
     means = tuple([named[name] for name in ("q_means", "k_means", "v_means")]) if spec.means else ()
     found = Found(Selection(blocks, useful=named.get("useful")), ExactMass(named["exact_mass"]) if "exact_mass" in named else None)
-    return LayerResult(named["out"], Ran.of(named["out"], None, found), means)
+    return LayerResult(named["out"], None, (), lambda held: found, means)

@@ -15,9 +15,10 @@ from .cut import TiledSegment
 from .inputs import described
 from .kernels import Backend, BlockLists, Route
 from .kernels.operators import on_device
-from .layer import Layer, Ran, prepared
+from .layer import Layer, prepared
 from .layout import TileLayout
 from .op import in_autocast
+from .result import LayerResult
 from .sequence import TokenLayout
 from .text import TextMask
 from .window import near
@@ -182,7 +183,7 @@ def explain(
     ran, seconds = _run(layer, query, key, given, text)
     output = None if value is None else ran.out
     # A copy says nothing of tensors that its owner may write to.
-    blocks = copy(ran.found.selection.blocks)
+    blocks = copy(ran.selection.blocks)
     n = layout.num_video_tiles
     window = near(layout.tile_grids, config.kernel_thw, query.device) if config.selected_by != "block_attn" else None
     mask = blocks.to_mask()
@@ -190,7 +191,7 @@ def explain(
     flops = 4 * head_dim * _token_pairs(blocks, mask, layout.num_slots, batch * heads)
     dense_flops = 4 * head_dim * length**2 * batch * heads
     kept, error = _against_dense(query, key, value if value is None else given, output, layout, mask, text, scale)
-    masses = None if output is None or ran.found.mass is None else ran.found.mass.tensor()
+    masses = None if output is None or ran.mass is None else ran.mass.tensor()
     exact_mass = None if masses is None else mass_summary(masses)
     without = None if masses is None else heads_without_estimate(masses)
     route = ran.route
@@ -228,7 +229,7 @@ def _token_layout(thw: tuple[int, int, int] | TokenLayout, text_len: int | None)
     return thw
 
 
-def _run(layer: Layer, query: Tensor, key: Tensor, value: Tensor, text: TextMask | None) -> tuple[Ran, float]:
+def _run(layer: Layer, query: Tensor, key: Tensor, value: Tensor, text: TextMask | None) -> tuple[LayerResult, float]:
     """What the layer gave, and the seconds until the device had finished it."""
     def finish() -> None:
         if query.device.type == "cuda":

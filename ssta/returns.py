@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .kernels import choose_backend
-from .layer import Ran, Tape
+from .result import LayerResult, Tape
 from .spec import LayerSpec
 
 TAPE = tuple([f"tape_{name}" for name in Tape._fields])
@@ -67,7 +67,7 @@ def everything(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, counts:
     return found | {f"tape_{name}": like for name, like in _taped(spec, query).items()} if spec.recorded else found
 
 
-def tensors(ran: Ran) -> dict[str, Tensor | None]:
+def tensors(ran: LayerResult) -> dict[str, Tensor | None]:
     """What a run gave of ``everything``."""
     (selection, mass, tape), (q_means, k_means, v_means) = ran.found, ran.means or (None,) * 3
     blocks = selection.blocks

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ssta import TokenLayout
-from ssta.op import LayerResult
 from ssta.ranks import Sent, Shards
+from ssta.result import LayerResult
 
 from .processor import Given, SSTAProcessor
 
@@ -46,7 +46,7 @@ class BranchedProcessor(SSTAProcessor):
             self._exchange.note("arrived")
             result = self._selecting(lambda selection: attended(selection, *given), tuple(given[0].shape))
             self._exchange.note("attended")
-            result = result._replace(out=shards.to_tokens(result.out, query.heads))
+            result.out = shards.to_tokens(result.out, query.heads)
             return self._noted(result, None, layout, False, (shards.rank, shards.ranks, query.shape[1], query.heads))
         if not torch.compiler.is_compiling():
             self._stopwatch.start(query.device)

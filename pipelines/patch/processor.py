@@ -18,13 +18,13 @@ from ssta.inputs import described
 from ssta.kernels import PatternFacts, Route, choose_backend, choose_route
 from ssta.kernels.checks import autocast_inputs
 from ssta.layout import Input
-from ssta.mass import ExactMass
-from ssta.op import LayerResult, world_of
+from ssta.op import world_of
 from ssta.ranks import Sent
 from ssta.ranks.layer import exchanged
 from ssta.ranks.rings import shares_of
 from ssta.ranks.shares import Shares, Spans
 from ssta.report import heads_without_estimate, mass_summary
+from ssta.result import ExactMass, LayerResult
 from ssta.selection import Selection
 
 from ..ranks.exchange_timer import ExchangeTimer
@@ -311,7 +311,8 @@ class SSTAProcessor:
         self._exchange.note("attended")
         if isinstance(result, Tensor):
             return exchange.back(result), name
-        return result._replace(out=exchange.back(result.out)), name
+        result.out = exchange.back(result.out)
+        return result, name
 
     def _densely(
         self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, text_mask: Tensor | None, rows: Spans | None = None,

@@ -17,9 +17,8 @@ from ssta import DenseRun, SSTAConfig, TokenLayout
 from ssta.attention import attend
 from ssta.kernels import Route
 from ssta.kernels.notices import logger, warn_once
-from ssta.mass import ExactMass
-from ssta.op import LayerResult
 from ssta.report import heads_without_estimate, mass_summary
+from ssta.result import ExactMass, LayerResult
 
 from ..patch.report import LayerRun, RunReport
 from ..schedule.changes import changed, require_changes, warn_of_the_window, warn_of_what_is_dropped

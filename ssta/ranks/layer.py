@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..op import LayerResult, run_layer, world_of
+from ..op import run_layer, world_of
+from ..result import LayerResult
 from ..selection import Selection
 from ..spec import LayerSpec
 from ..text import TextMask
@@ -47,7 +48,8 @@ def attend_between(exchange: Exchange, text_mask: Tensor | TextMask | None, sele
     # Held here by nobody, what arrived is gone once the layer has read it.
     result = run_layer(*exchange.take(), exchange.spec, world, text_mask, selection)
     note("attended")
-    return result._replace(out=exchange.back(result.out))
+    result.out = exchange.back(result.out)
+    return result
 
 
 def unheard(step: str) -> None:

@@ -26,8 +26,7 @@ from ..checks import LARGEST, require_choice, require_share
 from ..inputs import check_tensors
 from ..kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
 from ..kernels.checks import DTYPES, autocast_inputs, check_tensor, require_bool, require_int, resolve_scale, without_autocast
-from ..layer import Found, Ran
-from ..op import LayerResult
+from ..result import Found, LayerResult
 from ..selection import Selection
 from ..sequence import DenseRun, TokenLayout
 from .blocks import block_means
@@ -112,7 +111,7 @@ def sla_layer(
     if weight is not None:
         with without_autocast(q.device.type):
             out = out + _linear(q, k, v, weight, bias, FEATURE_MAPS[feature_map])
-    return LayerResult(out, Ran.of(out, route, Found(selection)))
+    return LayerResult(out, route, (), lambda held: Found(selection))
 
 
 def check_density(density: float) -> float:

@@ -35,7 +35,7 @@ from ..kernels import Deferred, take_tokens
 from ..kernels.checks import autocast_inputs, check_tensor
 from ..kernels.memo import remember, remember_plain
 from ..layout import Input, checked_layout, heads_by_row
-from ..op import LayerResult
+from ..result import LayerResult
 from ..selection import Selection
 from ..sequence import DenseRun, TokenLayout
 from .blocks import block_means
@@ -123,7 +123,8 @@ def vsa_layer(
     else:
         # Without gradients nobody asks for the exact part again.
         out = torch.addcmul(exact, gate, spread) if torch.is_grad_enabled() else exact.addcmul_(gate, spread)
-    return result._replace(out=out, means=())
+    result.out, result.means = out, ()
+    return result
 
 
 @remember_plain

@@ -54,7 +54,13 @@ def test_what_others_run_attends_to_the_same_pairs(bench, monkeypatch, tmp_path)
 
 def test_a_wrong_layer_is_not_timed(bench, monkeypatch):
     real = bench.vsa_layer
-    monkeypatch.setattr(bench, "vsa_layer", lambda *x, **y: real(*x, **y)._replace(out=real(*x, **y).out * 1.001))
+
+    def wrong(*args, **options):
+        result = real(*args, **options)
+        result.out = result.out * 1.001
+        return result
+
+    monkeypatch.setattr(bench, "vsa_layer", wrong)
     with pytest.raises(SystemExit, match="vsa, head 0, block 0, is wrong: off by .*; no time is printed"):
         bench.main(["--rounds", "1", "--layer", "vsa"])
 

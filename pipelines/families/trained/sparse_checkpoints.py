@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ssta import SSTAConfig, TokenLayout
 from ssta.kernels import Deferred
-from ssta.op import LayerResult
+from ssta.result import LayerResult
 from ssta.selection import Selection
 from ssta.trained.sla import Q_BLOCK, check_density, sla_layer
 from ssta.trained.vsa import vsa_config, vsa_layer

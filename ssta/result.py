@@ -1,0 +1,118 @@
+"""LayerResult: what one run of a layer gives; all but the result itself is worked out when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .selection import Selection
+
+if TYPE_CHECKING:
+    from .kernels import Route
+    from .kernels.lowering.plans import Planned
+
+
+class ExactMass(NamedTuple):
+    """What the exact part's share of the softmax follows from.
+
+    Attributes:
+        shares: ``[B, H, N, T]``, as the step "combine" gives them; or where counts is None what is asked for.
+        counts: int32 ``[B or 1, lists, T']``, how many tiles each of the N and of further tiles lists, for all heads, a key head or a head.
+        useful: bool ``[B, H]``, the heads that have an estimate.
+        tiles: that can be listed.
+    """
+
+    shares: Tensor
+    counts: Tensor | None = None
+    useful: Tensor | None = None
+    tiles: int = 0
+
+    def tensor(self) -> Tensor:
+        """``[B, H, N]``, mean of each tile's rows; NaN where it is not known: where a tile that does not list all is of a head without an
+        estimate."""
+        if self.counts is None or self.useful is None:
+            return self.shares
+        share = self.shares.sum(-1)
+        heads, counts = share.shape[1], self.counts[..., :share.shape[2]]
+        counts = counts if counts.shape[1] in (1, heads) else counts.repeat_interleave(heads // counts.shape[1], 1)
+        return share.masked_fill((counts < self.tiles) & ~self.useful[..., None], torch.nan)
+
+
+class Tape(NamedTuple):
+    """What a layer's backward needs of its forward, all in the order of the tiles.
+
+    Attributes:
+        q, k, v: as of ``Tiled``; q of the computed rows.
+        out, lse: attention to the listed tiles alone.
+        merged, merged_lse: with the estimate; None where nothing is estimated, and so are all others.
+        tail_lse, bias, mixture, log_count, order, k_mean, v_mean: of the estimate; see ``kernels.eager.tail``.
+        q_all: q of all rows; None where all are computed.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    merged: Tensor | None = None
+    merged_lse: Tensor | None = None
+    tail_lse: Tensor | None = None
+    bias: Tensor | None = None
+    mixture: Tensor | None = None
+    log_count: Tensor | None = None
+    order: Tensor | None = None
+    k_mean: Tensor | None = None
+    v_mean: Tensor | None = None
+    q_all: Tensor | None = None
+
+
+class Found(NamedTuple):
+    """What a run finds beside its result, and the tape if the spec says so."""
+
+    selection: Selection
+    mass: ExactMass | None = None
+    tape: Tape | None = None
+
+
+class LayerResult:
+    """What one run of a layer gives. Of a sequence that ranks share out, ``out`` is this rank's tokens, and the rest is of its heads.
+
+    Attributes:
+        out: ``[B, H, S, D]`` in query's dtype, in the sequence's order.
+        route: which kernels attended, and why no faster ones; None where an operator ran, which chooses by itself.
+        held: the tensors in which all else is.
+        find: ``held -> Found``, called when somebody asks, and by a backward with what autograd has saved of held; holds no tape.
+        means: of the video tiles of query, key and value in their dtype, ``[B, H, N, D]`` and twice ``[B, Hkv, K, D]``, where they were
+            wanted; else none.
+        planned: the plan that ran, if one did.
+    """
+
+    def __init__(self, out: Tensor, route: Route | None, held: Sequence[Tensor | None], find: Callable[[Sequence[Any]], Found],
+                 means: tuple[Tensor, ...] = (), planned: Planned | None = None) -> None:
+        self.out, self.route, self.held, self.find, self.means, self.planned = out, route, held, find, means, planned
+        self._found: Found | None = None
+
+    @property
+    def found(self) -> Found:
+        if self._found is None:
+            self._found = self.find(self.held)
+        return self._found
+
+    @property
+    def selection(self) -> Selection:
+        """What was attended to, over the layout's tiles in tiled order."""
+        return self.found.selection
+
+    @property
+    def mass(self) -> ExactMass | None:
+        """Of which ``exact_mass`` is made."""
+        return self.found.mass
+
+    @property
+    def exact_mass(self) -> Tensor | None:
+        """With a compensation the share of the softmax that was computed exactly, the rest being estimated: float32 ``[B, H, N]`` (float64
+        for float64 inputs), the mean of each video tile's rows; NaN for heads without an estimate. Worked out when asked for."""
+        return None if self.mass is None else self.mass.tensor()
