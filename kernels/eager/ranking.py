@@ -10,11 +10,6 @@ from torch import Tensor
 from ..block_masks import compact_lists
 
 
-def similarity(q_means: Tensor, k_means: Tensor) -> Tensor:
-    """Dot products: ``[B, H, N, C]`` and ``[B, H, K, C]`` -> ``[B, H, N, K]``, query blocks by key blocks."""
-    return q_means @ k_means.mT
-
-
 def importance(q_means: Tensor, k_means: Tensor, lambda_: float) -> Tensor:
     """Similarity against redundancy: ``[B, H, N, C]`` and ``[B, H, K, C]`` -> ``[B, H, N, K]``.
 
@@ -56,7 +51,7 @@ def finite_scores(q_means: Tensor, k_means: Tensor, scorer: Callable[[Tensor, Te
 def score(q_means: Tensor, k_means: Tensor, lambda_: float | None) -> Tensor:
     """See ``Backend.score``."""
     k_means = k_means.repeat_interleave(q_means.shape[1] // k_means.shape[1], 1)
-    return finite_scores(q_means, k_means, similarity if lambda_ is None else lambda q, k: importance(q, k, lambda_))
+    return finite_scores(q_means, k_means, lambda q, k: q @ k.mT if lambda_ is None else importance(q, k, lambda_))
 
 
 def valid_lengths(valid: Tensor, runs: Tensor, before: Tensor, lengths: Tensor, least: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The tail by Triton's kernels, after attention: the merge of the estimate with the exact part, and its gradients.
 
-Arguments and results are those of ``eager/tail.py``, on a GPU or in Triton's interpreter; out's last stride must be 1, and each lse is
-float32 and contiguous. The same inputs give the same bits. Both steps are planned once for a kind of tensors, see ``lowering/plans.py``.
+Arguments and results are those of ``eager/tail.py``, on a GPU or in Triton's interpreter; each lse is float32 and contiguous. The same
+inputs give the same bits. Both steps are planned once for a kind of tensors, see ``lowering/plans.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..lowering.chunks import block_lists
-from ..lowering.inputs import loadable, loaded, strided, tma_ok
+from ..lowering.inputs import loaded, strided, tma_ok
 from ..lowering.plans import Plan, Plans, product
 from ..tail import WAITING_ROOM, BlockEstimates, Blocks, by_kv_head
 from . import coded, tail_backward, tail_rows, tail_statistics
@@ -36,20 +36,15 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
     """``combine`` of ``eager/tail.py``; the mixture is bfloat16, and its rows are dense but not contiguous. ``merge``, which takes so many
     rows at once: ``hopper_tail_merge``, where a backend names it, or the portable kernel; ``matrices``: there ``hopper_matrices``, else
     torch's product."""
-    portable = merge_rows is None
-    if not portable and not loadable(out):
-        copy = loaded(out)
-        results = combine(copy, lse, q, k, v, q_blocks, kv_blocks, counts, indices, estimates, scale, keep, merge=merge,
-                          merge_rows=merge_rows, matrices=matrices)
-        out.copy_(copy)
-        return results
-    q, k, v = (strided if portable else loaded)(q), strided(k), strided(v)
+    (merged, q), k, v = map(strided if merge_rows is None else loaded, (out, q)), strided(k), strided(v)
     others = (lse, q_blocks[0], kv_blocks[0], counts.contiguous(), indices.contiguous(), estimates.log_count,
               estimates.half_variance, estimates.mass, estimates.k_mean, estimates.v_mean, estimates.useful, estimates.order,
               estimates.covariances, estimates.scales)
     matrices = matrices or _matrices if estimates.scales is None else coded.mixtures
     shares, tail_lse, bias, mixture = _merged(
-        (out, q, k, v), others, q_blocks[1:], kv_blocks[1:], scale, estimates.parts, keep, merge, merge_rows, matrices, MERGE_ROOM)
+        (merged, q, k, v), others, q_blocks[1:], kv_blocks[1:], scale, estimates.parts, keep, merge, merge_rows, matrices, MERGE_ROOM)
+    if merged is not out:
+        out.copy_(merged)
     return shares, tail_lse, bias, mixture[..., :bias.shape[3]]
 
 
