@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -129,60 +130,41 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-class _Lap:
-    """One thread's start and stop on a device."""
-
-    def __init__(self) -> None:
-        self.events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self.times = [0.0, 0.0]
-        # None while nothing is timed.
-        self.device: torch.device | None = None
-
-    def note(self, which: int, device: torch.device) -> None:
-        if device.type == "cuda":
-            assert self.events is not None
-            self.events[which].record(torch.cuda.current_stream(device))
-        else:
-            self.times[which] = time.perf_counter()
-
-
 class Stopwatch:
     """Times what was done between ``start`` and ``stop`` on a device, each thread for itself, and only waits for it when asked."""
 
     def __init__(self) -> None:
         self._threads = threading.local()
-        self._last: _Lap | None = None
+        self._last: tuple[torch.device, Any, Any] | None = None
 
     def __reduce__(self) -> tuple:
         return Stopwatch, ()
 
     def start(self, device: torch.device) -> None:
         """Does nothing while a CUDA graph is captured, whose replays pass no Python."""
-        lap = getattr(self._threads, "lap", None)
-        if lap is None:
-            lap = self._threads.lap = _Lap()
+        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self._threads.begun = None if captured else (device, _now(device))
         self._last = None
-        lap.device = None if device.type == "cuda" and torch.cuda.is_current_stream_capturing() else device
-        if lap.device is None:
-            return
-        if device.type == "cuda" and lap.events is None:
-            lap.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        lap.note(0, device)
 
     def stop(self) -> None:
-        lap = getattr(self._threads, "lap", None)
-        if lap is not None and lap.device is not None:
-            lap.note(1, lap.device)
-            self._last = lap
+        begun = getattr(self._threads, "begun", None)
+        if begun is not None:
+            self._last = *begun, _now(begun[0])
 
     def seconds(self) -> float | None:
         """The time that was stopped last; None if nothing was stopped since the last start. Waits for the device."""
-        lap = self._last
-        if lap is None or lap.device is None:
+        if self._last is None:
             return None
-        if lap.device.type != "cuda":
-            return lap.times[1] - lap.times[0]
-        assert lap.events is not None
-        start, stop = lap.events
+        device, start, stop = self._last
+        if device.type != "cuda":
+            return stop - start
         stop.synchronize()
         return start.elapsed_time(stop) / 1e3
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
