@@ -4,7 +4,7 @@
 PLACES = {
     "AllegroTransformer3DModel": "ssta.pipelines.families.allegro:ALLEGRO",
     "AnyFlowFARTransformer3DModel": "ssta.pipelines.families.anyflow_far:ANYFLOW_FAR",
-    "AnyFlowTransformer3DModel": "ssta.pipelines.families.anyflow:ANYFLOW",
+    "AnyFlowTransformer3DModel": "ssta.pipelines.families.wan:ANYFLOW",
     "ChronoEditTransformer3DModel": "ssta.pipelines.families.wan:CHRONOEDIT",
     "CogVideoXTransformer3DModel": "ssta.pipelines.families.cogvideox:COGVIDEOX",
     "ConsisIDTransformer3DModel": "ssta.pipelines.families.cogvideox:CONSISID",
