@@ -178,8 +178,8 @@ def ssta_attention(
             tokens and back, so ranks may not be more than the key's heads; in a mesh of two dimensions that holds for the second, and ranks
             along the first gather tokens. The first call of a group with a layout compares what ranks were given, and raises on all of them
             what is wrong on one. Gradients of what is whole on every rank add up over the ranks.
-        split: what the ranks share out: "video" = each video grid by itself, dense runs are whole on every rank; "each" = these too, each
-            by itself; "all" = the sequence as one run. Shares are ``torch.tensor_split``'s.
+        split: what the ranks share out: "video" = each video grid by itself, dense runs are whole on every rank; "all" = the sequence as
+            one run. Shares are ``torch.tensor_split``'s.
         return_blocks: also return the selection, over the layout's tiles in tiled order; with a group that of this rank's heads.
 
     Returns:

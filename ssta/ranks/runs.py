@@ -9,7 +9,7 @@ from ..checks import require_choice
 from ..kernels.memo import remember_plain
 from ..sequence import TokenLayout, VideoGrid, require_layout
 
-SPLITS = ("video", "all", "each")
+SPLITS = ("video", "all")
 
 
 @remember_plain
@@ -79,4 +79,4 @@ def runs_of(layout: TokenLayout, split: str) -> tuple[Run, ...]:
 def _runs(layout: TokenLayout, split: str) -> tuple[Run, ...]:
     if split == "all":
         return (Run(layout.length, True),)
-    return tuple([Run(segment.length, split == "each" or isinstance(segment, VideoGrid)) for segment in layout.segments])
+    return tuple([Run(segment.length, isinstance(segment, VideoGrid)) for segment in layout.segments])

@@ -40,8 +40,8 @@ class Shards(Shares):
         Args:
             group: the ranks; None = the default group.
             layout: the whole sequence.
-            split: "video" = each video grid by itself, dense runs are whole on every rank; "each" = these too, each by itself; "all" = the
-                whole sequence as one run. A run's shares are ``torch.tensor_split``'s.
+            split: "video" = each video grid by itself, dense runs are whole on every rank; "all" = the whole sequence as one run. A run's
+                shares are ``torch.tensor_split``'s.
 
         Raises:
             TypeError, ValueError: the argument's name, what was required and what came.

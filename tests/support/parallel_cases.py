@@ -274,7 +274,6 @@ HEADS = {
     "text": partial(same, masked=True, batch=2),
     "text before, between and after": partial(same, MIXED, masked=True, batch=2),
     "sequence as one run": partial(same, MIXED, "all", masked=True, batch=2),
-    "each run by itself": partial(same, MIXED, "each", masked=True, batch=2),
     "two grids": partial(same, TWICE),
     "zeros": partial(same, pad_type="zero", masked=True, batch=2),
     "repetitions": partial(same, MIXED, pad_type="repeat", masked=True),
@@ -302,7 +301,7 @@ GRADIENTS = {
     "gradients of 5 heads": partial(gradients, MIXED, heads=5, batch=1),
     "gradients of 5 key heads": partial(gradients, heads=10, key_heads=5, batch=1),
     "gradients of one run": partial(gradients, TEXT, "all", batch=1),
-    "gradients of each run": partial(gradients, MIXED, "each", masked=True),
+    "gradients of several runs": partial(gradients, MIXED, masked=True),
     "gradients of text alone": partial(gradients, TokenLayout((DenseRun(9),)), masked=True),
     "gradients of estimates": partial(gradients, TWICE, topk=None, density=0.3, compensation="linear", batch=1),
 }

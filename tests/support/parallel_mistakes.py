@@ -33,7 +33,7 @@ def errors():
     refused(ValueError, f"share of {Shards.of(None, TEXT, 'all').local_length} of 352 tokens, got", attend(q[:, :, :5], k, v, split="all"))
     refused(TypeError, "key must have query's dtype", attend(q, k.double(), v))
     refused(TypeError, "group must be a torch.distributed ProcessGroup or a 1-D DeviceMesh, got int", attend(q, k, v, group=2))
-    refused(ValueError, "split must be one of 'video', 'all', 'each', got 'text'", attend(q, k, v, split="text"))
+    refused(ValueError, "split must be one of 'video', 'all', got 'text'", attend(q, k, v, split="text"))
     refused(ValueError, "split must be 'video' without a group", attend(q, k, v, split="all", group=None))
     refused(ValueError, "text_mask must be", attend(q, k, v, text_mask=torch.ones(1, 36, dtype=torch.bool)))
     own = dict(mask_share_within_head=True)
