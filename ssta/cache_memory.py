@@ -13,6 +13,7 @@ from .cache_op import Chunk, compiling
 from .cached_layer import CachedLayer, Storage, cached_layer, plan_of
 from .kernels.operators import on_device
 from .ring import Geometry, Ring, ring_of
+from .sequence import TokenLayout
 from .spec import LayerSpec
 
 
@@ -63,9 +64,10 @@ class Memory:
 
     def spec_of(self, frames: int) -> LayerSpec:
         """For a chunk of so many frames; a window is that of the longest."""
-        spec, config = self.spec.of_thw(self.geometry.thw(frames)), self.spec.config
-        shorter = frames < self.geometry.chunk and config.selected_by == "ssta"
-        return spec._replace(config=replace(config, sparse_type="block_attn")) if shorter else spec
+        config = self.spec.config
+        if frames < self.geometry.chunk and config.selected_by == "ssta":
+            config = replace(config, sparse_type="block_attn")
+        return self.spec._replace(layout=TokenLayout.video_text(self.geometry.thw(frames)), config=config)
 
     def chunk(self, frames: int) -> Chunk:
         """What calls for a chunk of so many frames need."""

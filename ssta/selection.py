@@ -131,7 +131,6 @@ def text_lengths(tiles: TileLayout, text_mask: TextMask | Tensor | None, backend
     if isinstance(text_mask, TextMask):
         left = text_mask.left(tiles, backend)
     else:
-        places = tile_places(tiles)
         valid = text_mask if text_mask.dtype == torch.bool else text_mask != 0
-        left = backend.valid_lengths(valid, places.ends, places.starts, tiles.lengths, int(whole))
+        left = backend.valid_lengths(valid, *tile_places(tiles), tiles.lengths, int(whole))
     return Left(left, None) if whole else Left(None, left)

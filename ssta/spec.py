@@ -80,10 +80,6 @@ class LayerSpec(NamedTuple):
         """Whether the layer has tiles to leave out and estimates what those are worth."""
         return self.config.compensation != "none" and all([cut.num_video_tiles > 0 for cut in self.cuts])
 
-    def of_thw(self, thw: tuple[int, int, int]) -> LayerSpec:
-        """The same for queries that are a video of (t, h, w) tokens."""
-        return self._replace(layout=TokenLayout.video_text(thw))
-
     @property
     def text(self) -> str:
         """The spec but for its device as text, which ``from_text`` reads, in another process too unless the config holds functions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,8 +74,7 @@ class TextMask:
     def left(self, layout: TileLayout, backend: Backend) -> Tensor:
         """int32 ``[B, 1, N + M]``: of each tile's slots, how many from its first one on are valid; those of video tiles all are. With
         padding a run without valid tokens counts as one with one, as published."""
-        places = tile_places(layout)
-        return self._view(layout, lambda: backend.valid_lengths(self.valid, places.ends, places.starts, layout.lengths,
+        return self._view(layout, lambda: backend.valid_lengths(self.valid, *tile_places(layout), layout.lengths,
                                                                 int(layout.padding != "none")))
 
     def valid_tokens(self) -> tuple[int, ...]:
@@ -99,18 +98,6 @@ class TextMask:
         return found
 
 
-class TilePlaces(NamedTuple):
-    """Where tiles stand in their dense runs, as ``valid_lengths`` takes it; a video tile counts as one that stands far before any run.
-
-    Attributes:
-        ends: int32 ``[2, N + M]``, where among the tokens of all runs each tile's run begins and ends.
-        starts: int32 ``[N + M]``, the run's tokens before it.
-    """
-
-    ends: Tensor
-    starts: Tensor
-
-
 @remember(64)
 def tile_starts(layout: TileLayout, batch: int) -> Tensor:
     """int32 ``[B, 1, N + M]``: each tile's first slot."""
@@ -118,7 +105,9 @@ def tile_starts(layout: TileLayout, batch: int) -> Tensor:
 
 
 @remember(64)
-def tile_places(layout: TileLayout) -> TilePlaces:
+def tile_places(layout: TileLayout) -> tuple[Tensor, Tensor]:
+    """Where tiles stand in their dense runs, as ``valid_lengths`` takes it: int32 ``[2, N + M]``, where among the tokens of all runs each
+    tile's run begins and ends; int32 ``[N + M]``, the run's tokens before it. A video tile counts as one that stands far before any run."""
     options: dict[str, Any] = dict(device=layout.device, dtype=torch.int32)
     starts = [torch.full((layout.num_video_tiles,), -1 << 30, **options)]
     ends, first = [torch.zeros(2, layout.num_video_tiles, **options)], 0
@@ -127,4 +116,4 @@ def tile_places(layout: TileLayout) -> TilePlaces:
         ends.append(torch.cat([torch.full((1, run.num_tiles), end, **options) for end in (first, last)]))
         first = last
         starts.append(torch.arange(0, run.extent[2], run.tile[2], **options))
-    return TilePlaces(torch.cat(ends, 1), torch.cat(starts))
+    return torch.cat(ends, 1), torch.cat(starts)
