@@ -55,10 +55,10 @@ class FixedTiles:
 
     def selection(self, backend: Backend, active: Tensor | None, lengths: Tensor | None, useful: Tensor | None) -> Selection:
         """Nothing is chosen. The rest as in ``chosen``."""
-        if active is None:
-            return Selection(self._valid(self.lists, self.lists.counts, self.lists.indices, lengths), useful)
-        counts, indices = backend.select(self.forced, None, 0, active, False)
-        return Selection(self._valid(self.blocks, counts, indices, lengths), useful)
+        counts, indices = self.lists.counts, self.lists.indices
+        if active is not None:
+            counts, indices = backend.select(self.forced, None, 0, active, False)
+        return Selection(self.relisted(counts, indices, lengths), useful)
 
     def chosen(self, backend: Backend, scores: Tensor, budget: Budget, active: Tensor | None, lengths: Tensor | None, useful: Tensor | None
                ) -> Selection:
@@ -72,19 +72,16 @@ class FixedTiles:
             lists = backend.keep(self.forced, budget.own, active)
         else:
             lists = backend.select(self.forced, scores, budget.k_per_row, active, budget.beyond)
-        return Selection(self._valid(self.blocks, *lists, lengths), useful)
+        return Selection(self.relisted(*lists, lengths), useful)
 
     def relisted(self, counts: Tensor, indices: Tensor, lengths: Tensor | None) -> BlockLists:
         """The tiles as blocks with these lists, less the keys past ``lengths``."""
-        return self._valid(self.blocks, counts, indices, lengths)
-
-    def _valid(self, blocks: BlockLists, counts: Tensor, indices: Tensor, lengths: Tensor | None) -> BlockLists:
         if lengths is None:
-            return blocks.relisted(counts, indices)
+            return self.blocks.relisted(counts, indices)
         starts, tokens = tile_starts(self.kv_tiles, len(lengths)), self.kv_tiles.num_slots
         if self.tiles is not self.kv_tiles:
-            return blocks.relisted(counts, indices, None, starts, tokens, kv_lengths=lengths)
-        return blocks.relisted(counts, indices, lengths, starts, tokens)
+            return self.blocks.relisted(counts, indices, None, starts, tokens, kv_lengths=lengths)
+        return self.blocks.relisted(counts, indices, lengths, starts, tokens)
 
 
 @remember(64)
