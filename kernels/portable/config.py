@@ -13,16 +13,19 @@ COMPACTED_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """``block_m`` query rows and ``block_n`` keys per step, powers of two from 16; ``num_stages`` loads in flight."""
+    """``block_m`` query rows and ``block_n`` keys per step, powers of two from 16; ``num_stages`` loads in flight; at most so many
+    ``registers`` a thread, so that more programs fit on a multiprocessor, None: what the compiler takes."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    registers: int | None = None
 
     def options(self) -> dict[str, int]:
         """The options of Triton's launch."""
-        return dict(num_warps=self.num_warps, num_stages=self.num_stages) | FUSED
+        limit = {} if self.registers is None else dict(maxnreg=self.registers)
+        return dict(num_warps=self.num_warps, num_stages=self.num_stages) | FUSED | limit
 
 
 # Times below: one H200, Triton 3.6, bfloat16, head_dim 128, 16 heads, 46,080 tokens in blocks of 384, 48 of 120 kept, interleaved runs.

@@ -15,13 +15,12 @@ from torch import Tensor
 from ..device import DeviceLimits, device_limits, multiprocessors
 from ..lowering.plans import Plan, product
 from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, row_pointers, store_rows
-from ..lowering.quick_launch import power_of_2
 from ..tail import Blocks, by_kv_head
 from .config import LaunchConfig
 from .tail_config import launcher, strides
 from .tail_groups import head_groups
 from .tail_rows import part_shares
-from .tail_statistics import block_rows, head_at, lower_tokens
+from .tail_statistics import block_rows, head_at, lower_tokens, padded
 
 # Not measured, but what compiles for sm_80 and sm_90 without spilling more than 120 bytes, head_dim 128, and lets two programs share a
 # multiprocessor: 64 queries at once in the units' pass spill 750 bytes. Query rows by units in both.
@@ -228,11 +227,9 @@ _launch_rows, _launch_units, _launch_matrix, _launch_tokens = map(
 
 def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[str, tuple[dict[str, int], LaunchConfig]]:
     """Sizes and options of the four kernels."""
-    dim_pad = max(power_of_2(dim), 16)
-    wide = dim_pad > 128 or dtype == torch.float32
+    shape, wide = padded(dim), dim > 128 or dtype == torch.float32
     # Of a D x D matrix a product takes as many columns as leave room in registers and shared memory.
-    columns = min(dim_pad, 128 if not wide else 32 if dtype == torch.float32 else 64)
-    shape = dict(DIM=dim, DIM_PAD=dim_pad)
+    columns = min(shape["DIM_PAD"], 128 if not wide else 32 if dtype == torch.float32 else 64)
     rows, units = (_WIDE, _WIDE) if wide else (_ROWS, _UNITS if limits.tma else _UNITS_BEFORE_HOPPER)
     matrix = LaunchConfig(32 if wide else 64, columns, 8, 1 if wide else 2)
     return dict(rows=(dict(M=rows.block_m, N=rows.block_n, C=min(columns, 64)) | shape, rows),

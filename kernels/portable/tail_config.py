@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -13,17 +13,6 @@ from ..device import DeviceLimits
 from ..lowering.plans import Plan
 from ..lowering.quick_launch import QuickLaunch
 from .config import LaunchConfig
-
-
-@dataclass(frozen=True)
-class TailConfig(LaunchConfig):
-    """``registers``: at most so many a thread, so that more programs fit on a multiprocessor; None: what the compiler takes."""
-
-    registers: int | None = None
-
-    def options(self) -> dict[str, int]:
-        return super().options() | ({} if self.registers is None else dict(maxnreg=self.registers))
-
 
 # For head_dims up to 64 and up to 128, float16 and bfloat16. Keys, moments: block_m columns of the result, block_n tokens at once.
 # The products of masses and merge have block_m queries and block_n units.
@@ -37,7 +26,7 @@ _TABLE = {
     # As many tokens as registers hold beside the matrix: each time the program waits for them.
     "order": (LaunchConfig(64, 128, 4, 1), LaunchConfig(128, 128, 4, 1)),
     # 16 heads of 960 blocks of 116 tokens: 0.77 ms, with more registers 1.20, with 4 warps 0.79; of 360 of 310 0.27, 0.41 and 0.26.
-    "mass": (TailConfig(128, 64, 8, 2, 128), TailConfig(128, 64, 8, 2, 128)),
+    "mass": (LaunchConfig(128, 64, 8, 2, registers=128), LaunchConfig(128, 64, 8, 2, registers=128)),
     # The same: 128 x 32 with 4 warps 3.96 ms, but without covariances they spill; 64 x 64 4.36, 128 x 64 with 8 warps 4.55.
     "combine": (LaunchConfig(128, 32, 8, 2), LaunchConfig(128, 32, 8, 2)),
 }
@@ -51,12 +40,9 @@ def tail_config(kernel: str, head_dim: int, dtype: torch.dtype, limits: DeviceLi
     if head_dim > 128 or dtype == torch.float32:
         return _WIDE
     config = _TABLE[kernel][head_dim > 64]
-    # Before Hopper what is multiplied goes through registers, of which four warps have too few.
-    if limits.shared_memory < 200 << 10 and head_dim > 64 and kernel in ("keys", "order"):
-        config = replace(config, num_warps=8)
-    # And of fewer registers they spill.
-    if limits.shared_memory < 200 << 10 and isinstance(config, TailConfig):
-        config = replace(config, registers=None)
+    # Before Hopper what is multiplied goes through registers, of which four warps, and any where they are limited, have too few.
+    if limits.shared_memory < 200 << 10:
+        config = replace(config, num_warps=8 if head_dim > 64 and kernel in ("keys", "order") else config.num_warps, registers=None)
     # Beside 128 x 128 and two stages of 64 x 128 there is no room for a third in 99 KiB.
     if limits.shared_memory < 160 << 10 and head_dim > 64:
         config = replace(config, num_stages=min(config.num_stages, 2))

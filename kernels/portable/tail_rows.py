@@ -10,11 +10,10 @@ from ..device import device_limits
 from ..lowering.arguments import Lists
 from ..lowering.plans import Plan
 from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, sampled_rows, softmax_step
-from ..lowering.quick_launch import power_of_2
 from ..tail import CAP, USELESS
 from .config import LaunchConfig
 from .tail_config import launcher, strides, tail_config
-from .tail_statistics import block_rows, head_at
+from .tail_statistics import block_rows, head_at, padded
 
 # Units, and ids of a list, that a program of the bias and error kernels takes at once.
 WIDTH = 512
@@ -317,6 +316,5 @@ def depth(dim_pad: int, block_m: int) -> int:
 
 
 def _config(kernel: str, plan: Plan, q: Tensor) -> tuple[LaunchConfig, dict[str, int]]:
-    dim = q.shape[3]
-    config = tail_config(kernel, dim, q.dtype, device_limits(plan.device))
-    return config, dict(M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=max(power_of_2(dim), 16))
+    config = tail_config(kernel, q.shape[3], q.dtype, device_limits(plan.device))
+    return config, dict(M=config.block_m, N=config.block_n, **padded(q.shape[3]))
