@@ -8,7 +8,7 @@ shows.
 
 What racecheck says of words that are no data is left out, and counted: the mbarriers, which many threads change on purpose, and the words
 through which Triton hands a kernel's arguments to its partitions, which all threads of the first one write alike. Which words these are
-is read from the compiled kernels; what Triton itself stores for a kernel bears the line of the kernel's ``def``, which no statement has.
+is read from the compiled kernels; what Triton itself loads for a kernel bears the line of the kernel's ``def``, which no statement has.
 Nor does it follow an mbarrier from a warp that stores to one that loads, so what the functions named in
 HANDED_OVER store is left out too; and so is what it says of the kernels of cuBLAS, which are not ours. It sees nothing of what the TMA and
 wgmma do in shared memory, nor of stores as matrices (stmatrix: dS, and results on their way out), so for the Hopper kernels it judges what
@@ -56,6 +56,7 @@ HANDED_OVER = (("hopper/backward_partitions.py", "store_number"), ("hopper/forwa
 CUBLAS = "nvjet_"
 # Where a program's own shared memory begins: CUDA keeps what is before.
 RESERVED = 1024
+KERNELS = Path(__file__).parent.parent.parent / "kernels"
 make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
 
 
@@ -245,11 +246,10 @@ def report(tool: str, family: str, cache: Path) -> bool:
 
 
 def handed_over() -> set[str]:
-    """"file:line", as the tools print it, of the statements of the functions in HANDED_OVER and of the ``def`` of every Hopper kernel."""
-    lines = {f"{path.name}:{node.lineno}" for path in (Path(__file__).parent.parent.parent / "kernels" / "hopper").glob("*.py")
-             for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")}
+    """"file:line", as the tools print it, of the statements of the functions in HANDED_OVER."""
+    lines = set()
     for name, function in HANDED_OVER:
-        path = Path(__file__).parent.parent.parent / "kernels" / name
+        path = KERNELS / name
         found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name == function]
         statements = [x for node in found for x in node.body if not isinstance(getattr(x, "value", None), ast.Constant)]
         assert statements, f"no function {function} in {name}"
@@ -257,14 +257,21 @@ def handed_over() -> set[str]:
     return lines
 
 
+def of_triton() -> set[str]:
+    """"file:line" of the ``def`` of every Hopper kernel: where partitions wait for what the first one tells them, byte by byte."""
+    return {f"{path.name}:{node.lineno}" for path in (KERNELS / "hopper").glob("*.py") for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef) and re.fullmatch("_.*_kernel", node.name)}
+
+
 def judge(text: str, without_data: dict[str, set[int]]) -> tuple[list[str], int]:
     """What a tool found, one line each, and how many hazards on words ``without_data`` (kernel -> offsets), or on words that an mbarrier
-    hands over, or inside cuBLAS' kernels, are not among them."""
-    errors, left_out, handed = [], 0, handed_over()
+    or Triton hands over, or inside cuBLAS' kernels, are not among them."""
+    errors, left_out, handed, by_triton = [], 0, handed_over(), of_triton()
     for what, lines in FOUND.findall(text):
         accesses = re.findall(r"=========  +(\S.*)", lines)
         hazard, kernel = HAZARD.search(what), re.search(r" at (\w+)", lines)
-        by_barrier = any(access.startswith("Write") and access.rsplit(" in ")[-1].strip() in handed for access in accesses)
+        by_barrier = any((at := access.rsplit(" in ")[-1].strip()) in by_triton or access.startswith("Write") and at in handed
+                         for access in accesses)
         by_cublas = kernel is not None and kernel[1].startswith(CUBLAS)
         if hazard and (by_barrier or by_cublas or kernel and (int(hazard[1], 16) - RESERVED) // 4 * 4 in without_data.get(kernel[1], ())):
             left_out += 1
