@@ -82,9 +82,7 @@ class Row:
 # Best first. Hopper's parts of the estimate are kernels that the portable functions are given.
 ROWS = (
     Row("hopper", dict(
-        key_statistics="portable.tail:key_statistics kernel=hopper.tail_statistics:hopper_key_statistics",
-        estimate="portable.tail:estimate kernel=hopper.tail_statistics:hopper_key_statistics "
-                 "variances=hopper.tail_product:hopper_half_variances masses=hopper.tail_mass:hopper_mass",
+        estimate="portable.tail:estimate variances=hopper.tail_product:hopper_half_variances masses=hopper.tail_mass:hopper_mass",
         combine="portable.tail_combine:combine merge=hopper.tail_merge:hopper_tail_merge merge_rows=hopper.tail_merge:ROWS "
                 "matrices=hopper.tail_product:hopper_matrices",
         combine_backward="portable.tail_combine:combine_backward matrices=hopper.tail_product:hopper_matrices"), _hopper_tail_cannot),
@@ -101,8 +99,8 @@ ROWS = (
     Row("torch", dict(
         gather="eager.moves:gather", gather_one="eager.moves:one", gather_into="eager.moves:gather_into",
         take="eager.moves:take", score="eager.ranking:score",
-        select="eager.ranking:select", valid_lengths="eager.ranking:valid_lengths", key_statistics="eager.tail:key_statistics",
-        estimate="eager.tail:estimate", error_scores="eager.tail:scores", combine="eager.tail:combine",
+        select="eager.ranking:select", valid_lengths="eager.ranking:valid_lengths", estimate="eager.tail:estimate",
+        key_statistics="eager.tail:key_statistics", error_scores="eager.tail:scores", combine="eager.tail:combine",
         combine_backward="eager.tail:combine_backward", room_for_statistics="eager.held:room_for_statistics",
         write_statistics="eager.held:write_statistics", write_ring="eager.held:write_ring")),
 )

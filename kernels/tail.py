@@ -24,8 +24,6 @@ USELESS = 3.0
 ITERATIONS = 10
 # Of the iteration that finds where two units of a block meet: k-means of two means, along that direction.
 CUTS = 4
-# Covariances that take no more, as a share of q's bytes, are computed with the moments, and wait for the merge.
-WAITING_ROOM = 0.42
 
 
 # Those of an axis' blocks that the tail is about, which come first: (offsets, int32 [T + 1]: block i owns the places from offsets[i] up to
@@ -45,7 +43,7 @@ class KeyStatistics:
         log_count, order, k_mean, v_mean: as of ``BlockEstimates``.
         moments: ``[B, Hkv, U, ...]``, the keys' covariances: bfloat16 of half of a symmetric matrix from kernels, float32 or float64
             ``[B, Hkv, U, D, D]`` from plain torch.
-        covariances: of keys with values, as of ``BlockEstimates``, or None: then ``combine`` computes them of k and v.
+        covariances: ``[B, Hkv, U, D * D]``, of keys with values, bfloat16 from kernels, or None: then ``combine`` computes them of k and v.
         scales: of moments and covariances that a cache holds in two bits an entry, see ``portable/coded.py``; else None.
     """
 
@@ -88,9 +86,7 @@ class BlockEstimates:
             unit; None where that is its own.
         k_mean, v_mean: ``[B, Hkv, U, D]`` in the dtype that kernels multiply; 0 where nothing is estimated.
         useful: bool ``[B, H]``, the heads that are compensated.
-        covariances: ``[B, Hkv, U, D * D]``, of keys with values, bfloat16 from kernels, where they were computed with the rest; else
-            None.
-        scales: as of ``KeyStatistics``.
+        covariances, scales: as of the ``KeyStatistics`` that the estimate was given; else None.
     """
 
     parts: int
@@ -121,9 +117,3 @@ def useful_heads(error: Tensor) -> Tensor:
 def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     """``[B, H, N, n]`` -> ``[B * Hkv, H / Hkv * N, n]``, a view."""
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3).flatten(0, 1)
-
-
-def covariances_wait(q: Tensor, k: Tensor, num_blocks: int) -> bool:
-    """Whether there is room for the covariances of blocks from the estimate to the merge."""
-    entries = k.shape[0] * k.shape[1] * num_blocks * k.shape[3]**2
-    return 2 * entries <= WAITING_ROOM * q.numel() * q.element_size()

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..lowering.inputs import loaded, strided
+from ..lowering.inputs import strided
 from ..lowering.plans import Plan, Plans
-from ..tail import CAP, BlockEstimates, Blocks, KeyStatistics, by_kv_head, covariances_wait, sampled_queries
+from ..tail import CAP, BlockEstimates, Blocks, KeyStatistics, by_kv_head, sampled_queries
 from . import coded, tail_order, tail_rows, tail_statistics
 from .tail_groups import evenly, head_groups, mean_bytes, of_group
 
@@ -24,18 +24,14 @@ from .tail_groups import evenly, head_groups, mean_bytes, of_group
 ESTIMATE_ROOM = 1.4
 
 
-def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covariances: bool, *,
-                   kernel: Callable[..., None] | None = None) -> KeyStatistics:
-    """``key_statistics`` of ``eager/tail.py``. ``kernel``: ``hopper_key_statistics``, which a backend names where it runs, for what it
-    takes; it computes covariances with the rest."""
-    kernel = kernel if covariances and _whole(k, parts) else None
-    k, v = ((strided if kernel is None else loaded)(x) for x in (k, v))
-    log_count, k_mean, v_mean, moments, *rest = _keys((k, v), (kv_blocks[0],), kv_blocks[1:], parts, covariances, kernel)
+def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covariances: bool) -> KeyStatistics:
+    """``key_statistics`` of ``eager/tail.py``."""
+    log_count, k_mean, v_mean, moments, *rest = _keys((strided(k), strided(v)), (kv_blocks[0],), kv_blocks[1:], parts, covariances)
     return KeyStatistics(parts, log_count, rest.pop(0) if parts > 1 else None, k_mean, v_mean, moments, *rest)
 
 
-def _write_key_statistics(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], sizes: tuple[int, int], parts: int, wanted: bool,
-                          kernel: Callable[..., None] | None) -> None:
+def _write_key_statistics(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], sizes: tuple[int, int], parts: int,
+                          wanted: bool) -> None:
     """The plan of ``key_statistics``. wanted: whether covariances are."""
     (k, v), (offsets,) = xs, others
     log_count, k_mean, v_mean = _new_means(plan, k, sizes[0] * parts)
@@ -48,16 +44,15 @@ def _write_key_statistics(plan: Plan, xs: Sequence[Tensor], others: Sequence[Ten
         return
     if order is not None:
         tail_order.principal_order(plan, k, offsets, sizes[0], order, log_count)
-    _write_keys(plan, k, v, offsets, order, parts, log_count, k_mean, v_mean, moments, covariances, kernel)
-    if covariances is not None and kernel is None:
+    tail_statistics.key_statistics(plan, k, v, offsets, k_mean, v_mean, log_count, order, parts, moments)
+    if covariances is not None:
         tail_statistics.covariances(plan, k, v, offsets, k_mean, v_mean, log_count, order, None, parts, covariances)
 
 
 def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int, useful: Tensor | None = None,
-             known: KeyStatistics | None = None, *, kernel: Callable[..., None] | None = None,
-             variances: Callable[..., None] | None = None, masses: Callable[..., None] = tail_rows.sampled_mass) -> BlockEstimates:
-    """``estimate`` of ``eager/tail.py``. ``kernel``: as of ``key_statistics``; it is taken where there is room for covariances to wait.
-    ``variances``: ``hopper_half_variances``, for numbers of units for which it is faster than cuBLAS.
+             known: KeyStatistics | None = None, *, variances: Callable[..., None] | None = None,
+             masses: Callable[..., None] = tail_rows.sampled_mass) -> BlockEstimates:
+    """``estimate`` of ``eager/tail.py``. ``variances``: ``hopper_half_variances``, for numbers of units for which it is faster than cuBLAS.
     ``masses``: ``hopper_mass`` or the portable kernel."""
     q, judge = strided(q), useful is None
     # cuBLAS takes kernels for Ampere where the number of units is no multiple of 8.
@@ -71,26 +66,20 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
             (q,), (q_blocks[0], log_count, k_mean, moments, known.scales), q_blocks[1:], scale, judge, seeing, ESTIMATE_ROOM)
         return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, judged[0] if useful is None else useful,
                               covariances, known.scales)
-    kernel = kernel if covariances_wait(q, k, kv_blocks[1]) and _whole(k, parts) else None
-    k, v = ((strided if kernel is None else loaded)(x) for x in (k, v))
     log_count, k_mean, v_mean, half_variance, mass, *rest = _estimates(
-        (q, k, v), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, judge, kernel, seeing,
-        ESTIMATE_ROOM)
+        (q, strided(k), strided(v)), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, judge, seeing, ESTIMATE_ROOM)
     useful = rest.pop(0) if useful is None else useful
-    order = rest.pop(0) if parts > 1 else None
-    return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, useful, *rest)
+    return BlockEstimates(parts, log_count, half_variance, mass, rest[0] if parts > 1 else None, k_mean, v_mean, useful)
 
 
 def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
-                    scale: float, parts: int, judge: bool, kernel: Callable[..., None] | None, seeing: tuple[Callable[..., None], ...],
-                    room: float) -> None:
+                    scale: float, parts: int, judge: bool, seeing: tuple[Callable[..., None], ...], room: float) -> None:
     """The plan of ``estimate``, keys' statistics included, which are made for some heads after others. judge: whether which heads are
     useful is asked. seeing: (variances, masses)."""
     (q, k, v), (q_offsets, kv_offsets) = xs, offsets
     log_count, k_mean, v_mean = _new_means(plan, k, kv_sizes[0] * parts)
     seen = _new_estimates(plan, q, q_sizes[0], k_mean.shape[2], judge)
     order = plan.result(*k.shape[:3], dtype=torch.int32) if parts > 1 else None
-    covariances = None if kernel is None else plan.result(*k_mean.shape[:3], k.shape[3]**2, dtype=torch.bfloat16)
     if not q.numel() or not k.numel():
         for x in plan.results:
             plan.call(partial(Tensor.fill_, value=1 if x is seen.useful else 0), x)
@@ -100,8 +89,8 @@ def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor],
 
     def keys_of(shared: tuple) -> tuple[Tensor, ...]:
         moments = plan.working(*k_mean[shared].shape[:3], tail_statistics.packed_size(k.shape[3]), dtype=torch.bfloat16)
-        _write_keys(plan, k[shared], v[shared], kv_offsets, None if order is None else order[shared], parts, log_count[shared],
-                    k_mean[shared], v_mean[shared], moments, None if covariances is None else covariances[shared], kernel)
+        tail_statistics.key_statistics(plan, k[shared], v[shared], kv_offsets, k_mean[shared], v_mean[shared], log_count[shared],
+                                       None if order is None else order[shared], parts, moments)
         return (moments,)
 
     _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, keys_of, k_mean.shape[2], seen, seeing, room * mean_bytes(q, k))
@@ -138,15 +127,6 @@ def _new_means(plan: Plan, k: Tensor, units: int) -> tuple[Tensor, Tensor, Tenso
 def _new_estimates(plan: Plan, q: Tensor, blocks: int, units: int, judge: bool) -> _Seen:
     half_variance, mass = (plan.result(*q.shape[:2], blocks, units, dtype=torch.bfloat16) for _ in range(2))
     return _Seen(half_variance, mass, plan.result(*q.shape[:2], dtype=torch.bool) if judge else None)
-
-
-def _write_keys(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, order: Tensor | None, parts: int, log_count: Tensor, k_mean: Tensor,
-                v_mean: Tensor, moments: Tensor, covariances: Tensor | None, kernel: Callable[..., None] | None) -> None:
-    """Keys' statistics; covariances only by ``kernel``."""
-    if kernel is None:
-        tail_statistics.key_statistics(plan, k, v, offsets, k_mean, v_mean, log_count, order, parts, moments)
-    else:
-        kernel(plan, k, v, offsets, k_mean, v_mean, log_count, moments, covariances, tail_statistics.SLAB)
 
 
 def _write_seen(plan: Plan, q: Tensor, offsets: Tensor, sizes: tuple[int, int], scale: float, log_count: Tensor, k_mean: Tensor,
@@ -197,11 +177,6 @@ def _wide_product(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.bmm(a, b, out_dtype=torch.float32, out=out)
     else:
         torch.bmm(a.float(), b.float(), out=out)
-
-
-def _whole(k: Tensor, parts: int) -> bool:
-    """Whether Hopper's kernel of statistics takes such keys: of blocks as one unit each, of a head_dim of 128."""
-    return parts == 1 and k.shape[3] == 128
 
 
 _keys, _estimates = Plans(_write_key_statistics), Plans(_write_estimate)

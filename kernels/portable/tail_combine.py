@@ -16,7 +16,7 @@ from torch import Tensor
 from ..lowering.chunks import block_lists
 from ..lowering.inputs import loaded, strided, tma_ok
 from ..lowering.plans import Plan, Plans, product
-from ..tail import WAITING_ROOM, BlockEstimates, Blocks, by_kv_head
+from ..tail import BlockEstimates, Blocks, by_kv_head
 from . import coded, tail_backward, tail_rows, tail_statistics
 from .tail_groups import evenly, head_groups, mean_bytes, of_group
 
@@ -24,6 +24,8 @@ from .tail_groups import evenly, head_groups, mean_bytes, of_group
 # another. q, k, v and attention's result are there: MERGE_ROOM is of all that the tail holds beside them, numbers of pairs of a block and a
 # unit too, so that a layer is within 1.25 times these four.
 MERGE_ROOM, BACKWARD_ROOM = 0.84, 0.4
+# Of a cache's covariances no more counts, as such a share, of what the tail holds: they were there before the layer.
+CACHED_ROOM = 0.42
 # Bytes of a pair of a block and a unit: mass and h, which wait; bias and the mixture.
 KNOWN_OF_A_PAIR, MADE_OF_A_PAIR = 4, 6
 # Bytes by which rooms may differ that hold as much, for where in them tensors begin.
@@ -71,8 +73,7 @@ def _write_combine(plan: Plan, xs: Sequence[Tensor], others: Sequence[Any], q_si
     left = plan.working(batch, heads, blocks, dtype=torch.int32)
     held = KNOWN_OF_A_PAIR * half_variance.numel() + 4 * indices.numel()
     if covariances is not None:
-        # Those that were found long before are no part of the layer's memory.
-        held += min(2 * covariances.numel(), int(WAITING_ROOM * mean_bytes(q, k)))
+        held += min(2 * covariances.numel(), int(CACHED_ROOM * mean_bytes(q, k)))
     of_units, of_blocks, of_pairs = 2 * dim * dim * units, 2 * dim * dim * blocks * group, MADE_OF_A_PAIR * group * blocks * units
     free, own_keys = room * mean_bytes(q, k) - held, covariances is None and plan.owns(k) and plan.owns(v)
     if covariances is not None:

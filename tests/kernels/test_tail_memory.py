@@ -25,7 +25,7 @@ def test_a_layer_holds_no_more_than_a_quarter_of_its_tensors(blocks, longest, pa
     bytes_of_q = nbytes([q])
 
     plan = Plan(cpu, (q, k, v, offsets, offsets))
-    tail._write_estimate(plan, plan.inputs[:3], plan.inputs[3:], sizes, sizes, 0.1, parts, True, None,
+    tail._write_estimate(plan, plan.inputs[:3], plan.inputs[3:], sizes, sizes, 0.1, parts, True,
                          (tail._half_variances, tail_rows.sampled_mass), tail.ESTIMATE_ROOM)
     waiting = nbytes(plan.results)
     assert waiting + plan.needed <= 2 * bytes_of_q, "out is not there yet"

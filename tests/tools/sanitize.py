@@ -50,8 +50,7 @@ FOUND = re.compile(r"^========= (?:Error: |Warning: )?((?:Invalid|Program hit|Po
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 HAZARD = re.compile(r"hazard detected.* at __shared__ (0x[0-9a-f]+) ")
 # Functions that store words which an mbarrier hands to other warps: (file, name).
-HANDED_OVER = (("hopper/backward_partitions.py", "store_number"), ("hopper/forward_load.py", "_put"),
-               ("hopper/tail_statistics.py", "_put_mean"))
+HANDED_OVER = (("hopper/backward_partitions.py", "store_number"), ("hopper/forward_load.py", "_put"))
 # How the names of cuBLAS' kernels begin.
 CUBLAS = "nvjet_"
 # Where a program's own shared memory begins: CUDA keeps what is before.
