@@ -94,7 +94,7 @@ def _causal_chunks(work, tile, first, group: gl.constexpr, q, zero, acc, row_max
         ring_wait(work.v_zeroed, 0, True)
         # Two of them, because three have no equal parts.
         if group < 2:
-            zero_rows(v, size, group, 2, True)
+            zero_rows(v, size, group, 2)
         # The tensor core reads shared memory past the ordinary cache: what was just stored must be there, from all warpgroups.
         fence_async_shared()
         barrier()

@@ -226,17 +226,13 @@ def not_finite(x):
 
 
 @gluon.jit
-def zero_rows(buffer, size, share: gl.constexpr, SHARES: gl.constexpr, FINITE: gl.constexpr):
-    """Zeroes the rows from ``size`` on in one of SHARES equal parts of a [CHUNK, D] matrix: a weight of zero times a NaN is NaN.
-
-    FINITE: also what is not finite in the rows before.
-    """
+def zero_rows(buffer, size, share: gl.constexpr, SHARES: gl.constexpr):
+    """Zeroes the rows from ``size`` on, and what is not finite before, in one of SHARES equal parts of a [CHUNK, D] matrix: a weight of
+    zero times a NaN is NaN."""
     ROWS: gl.constexpr = buffer.shape[0] // SHARES
     part = buffer.slice(share * ROWS, ROWS)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     values = part.load(layout)
     rows = share * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    kept = (rows < size)[:, None]
-    if FINITE:
-        kept = kept & (not_finite(values) == 0)
+    kept = (rows < size)[:, None] & (not_finite(values) == 0)
     part.store(gl.where(kept, values, 0.0))
