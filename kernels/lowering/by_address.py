@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from ..memo import captured
 from .quick_launch import QuickLaunch, Tiles, _Direct, descriptors_known
-from .replays import LEAST, Graph, Replays, joined
+from .replays import LEAST, Graph, Replays
 
 
 class Place(NamedTuple):
@@ -66,8 +68,8 @@ class ByAddress:
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        # Which of them are launches, and what there is in place of these in later calls.
-        self.launches: list[bool] = []
+        # Which of them the device runs, and what there is in place of these in later calls.
+        self.recordable: list[bool] = []
         self.replays = Replays()
         # In the order in which steps have asked for them: (base, bytes behind it) of what kernels get, and what functions of torch get.
         self._addresses: dict[tuple[int, int], int] = {}
@@ -82,7 +84,8 @@ class ByAddress:
             if by_address is None:
                 return None
             found.steps.append(by_address)
-            found.launches.append(isinstance(step, Launch))
+            # What has no tensors is done by the host: it waits, or looks at what the device has told it.
+            found.recordable.append(bool(step.places()))
         return found
 
     def addresses_of(self, places: Sequence[Place | Constant | None]) -> Callable[[list[int]], tuple]:
@@ -96,27 +99,31 @@ class ByAddress:
 
     def __call__(self, stream: int, bases: list[Tensor], begins: list[int], waits: Sequence[Callable[[], object]] = ()) -> None:
         # A graph that is being captured takes launches, but no graph.
-        known = None if captured() else self.replays.of(tuple(begins), lambda: self._joined(bases, [*begins, 0]))
-        addresses = self._addresses_in([*begins, 0]) if known is None else []
-        tensors: list[Any] = [None if place is None else place.of(bases) for place in self._tensors]
+        many = len(self.steps) >= LEAST and not captured()
+        known = self.replays.of((stream, *begins), lambda: self._recorded(stream, bases, begins)) if many else None
+        found = self._found(bases, begins) if known is None else ([], [])
         for step in known or self.steps:
-            step(stream, addresses, tensors, bases, waits)
+            step(stream, *found, bases, waits)
 
-    def _addresses_in(self, begins: Sequence[int]) -> list[int]:
-        return [begins[base] + offset for base, offset in self._addresses]
+    def _found(self, bases: list[Tensor], begins: Sequence[int]) -> tuple[list[int], list[Any]]:
+        """What steps take theirs from: addresses and tensors."""
+        begins = [*begins, 0]
+        return ([begins[base] + offset for base, offset in self._addresses],
+                [None if place is None else place.of(bases) for place in self._tensors])
 
-    def _joined(self, bases: list[Tensor], begins: Sequence[int]) -> list[Step]:
-        """The steps with graphs of their launches of tensors that lie here."""
-        addresses = self._addresses_in(begins)
+    def _recorded(self, stream: int, bases: list[Tensor], begins: Sequence[int]) -> list[Step]:
+        """The steps with graphs in place of what the device runs, of tensors that lie here."""
+        found = self._found(bases, begins)
+        steps: list[Step] = []
 
-        def join(steps: list[Step]) -> Step:
-            def launch(stream: int, _: Any, tensors: list[Tensor], bases: list[Tensor], waits: Sequence) -> None:
-                for step in steps:
-                    step(stream, addresses, tensors, bases, waits)
+        def run(some: list[Step], own: int) -> None:
+            for step in some:
+                step(own, *found, bases, ())
 
-            return launch if len(steps) < LEAST else Graph(bases[0].device, lambda stream: launch(stream, (), [], bases, ()))
-
-        return joined(self.steps, self.launches, join)
+        for recordable, pairs in groupby(zip(self.steps, self.recordable), itemgetter(1)):
+            some = [step for step, _ in pairs]
+            steps += [Graph(bases[0].device, stream, partial(run, some))] if recordable else some
+        return steps
 
 
 def _picker(numbers: Sequence[int]) -> Callable[[list], tuple]:

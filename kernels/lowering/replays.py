@@ -1,7 +1,7 @@
-"""Launches one after another as one launch of a CUDA graph, in calls whose tensors lie where those of earlier ones lay.
+"""Steps one after another as one launch of a CUDA graph, in calls whose tensors lie where those of earlier ones lay.
 
-So they may where a model runs the same layers step after step, because torch gives memory that was given back. A graph launches what it
-was made of, with the same arguments, so that nothing depends on whether there is one.
+So they may where a model runs the same layers step after step, because torch gives memory that was given back. A graph runs what it was
+made of, with the same arguments, so that nothing depends on whether there is one.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from itertools import groupby
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +19,7 @@ from ..memo import Kept
 
 # Sights of the same addresses before a graph is made of them, how many plans have, and how many addresses are remembered.
 SIGHTS, MOST, REMEMBERED = 3, 16, 64
-# Fewer launches one after another are no slower by themselves.
+# Fewer steps are no slower by themselves.
 LEAST = 3
 # Of CUDA's driver: how a stream is made, the mode of a capture, and what functions take.
 NON_BLOCKING, RELAXED = 1, 2
@@ -36,18 +34,21 @@ _recording = threading.Lock()
 
 
 class Graph:
-    """What ``launch`` puts onto a stream, to be put onto others of the device."""
+    """What ``run`` puts onto the stream that it is called with, to be put onto ``stream`` again and again."""
 
-    def __init__(self, device: torch.device, launch: Callable[[int], object]) -> None:
+    def __init__(self, device: torch.device, stream: int, run: Callable[[int], object]) -> None:
         graph, self._handle = ctypes.c_void_p(), ctypes.c_void_p()
         with _recording:
-            stream = _stream(device)
-            # Other threads may do what they like meanwhile.
-            _driver("cuStreamBeginCapture_v2")(stream, RELAXED)
-            try:
-                launch(stream.value or 0)
-            finally:
-                _driver("cuStreamEndCapture")(stream, ctypes.byref(graph))
+            # Its memory is held as long as the graph may be launched.
+            self._recorder = recorder = _recorder(device, stream)
+            own = recorder.stream.cuda_stream
+            with torch.cuda.stream(recorder.stream), torch.cuda.use_mem_pool(recorder.memory, device):
+                # Other threads may do what they like meanwhile.
+                _driver("cuStreamBeginCapture_v2")(own, RELAXED)
+                try:
+                    run(own)
+                finally:
+                    _driver("cuStreamEndCapture")(own, ctypes.byref(graph))
         _driver("cuGraphInstantiateWithFlags")(ctypes.byref(self._handle), graph, 0)
         _driver("cuGraphDestroy")(graph)
         self._launch = _driver("cuGraphLaunch")
@@ -58,42 +59,46 @@ class Graph:
 
 
 class Replays:
-    """By the addresses of a call's tensors its steps with graphs in them."""
+    """By a call's stream and the addresses of its tensors its steps with graphs in them."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, ...], int] = Kept(REMEMBERED)
         self._known: dict[tuple[int, ...], list[Any]] = {}
         self._most = MOST
 
-    def of(self, begins: tuple[int, ...], make: Callable[[], list[Any]]) -> list[Any] | None:
-        """Those of ``begins``, which ``make`` makes; None where they were not seen often enough, or too many others were."""
-        found = self._known.get(begins)
+    def of(self, where: tuple[int, ...], make: Callable[[], list[Any]]) -> list[Any] | None:
+        """Those of ``where``, which ``make`` makes; None where they were not seen often enough, or too many others were."""
+        found = self._known.get(where)
         if found is None and len(self._known) < self._most:
-            self._seen[begins] = seen = self._seen.get(begins, 0) + 1
+            self._seen[where] = seen = self._seen.get(where, 0) + 1
             if seen >= SIGHTS:
                 try:
-                    found = self._known[begins] = make()
+                    found = self._known[where] = make()
                 except RuntimeError:
-                    # A driver that takes no such launches into a graph: they stay as they are.
+                    # A driver that takes no such steps into a graph, or memory that knows no pools: they stay as they are.
                     self._most = 0
         return found
 
 
-def joined(steps: Sequence[Any], launches: Sequence[bool], join: Callable[[list[Any]], Any]) -> list[Any]:
-    """``steps`` with one, which ``join`` makes, in place of those that are launches and follow one another."""
-    found: list[Any] = []
-    for is_launch, run in groupby(zip(steps, launches), itemgetter(1)):
-        of_run = [step for step, _ in run]
-        found += [join(of_run)] if is_launch else of_run
-    return found
+class _Recorder(NamedTuple):
+    """What graphs are recorded with that are launched on one stream.
+
+    Attributes:
+        stream: on which they are recorded; nothing runs there, and nobody else has it.
+        memory: of what functions of torch work in beside their arguments, as cuBLAS does. Graphs share it, because they run one after
+            another.
+    """
+
+    stream: torch.cuda.Stream
+    memory: torch.cuda.MemPool
 
 
 @lru_cache
-def _stream(device: torch.device) -> ctypes.c_void_p:
-    """On which graphs are recorded; nothing runs there, and nobody else has it."""
-    stream = ctypes.c_void_p()
-    _driver("cuStreamCreate")(ctypes.byref(stream), NON_BLOCKING)
-    return stream
+def _recorder(device: torch.device, stream: int) -> _Recorder:
+    """Of graphs that are launched on ``stream`` of a device, the current one."""
+    own = ctypes.c_void_p()
+    _driver("cuStreamCreate")(ctypes.byref(own), NON_BLOCKING)
+    return _Recorder(torch.cuda.ExternalStream(own.value or 0, device), torch.cuda.MemPool())
 
 
 @lru_cache

@@ -30,7 +30,7 @@ class Recorder:
     def direct(self, key, pointers):
         def launch(*arguments):
             stream, *rest = arguments[3:]
-            assert stream == 7
+            assert stream == 7, "another stream"
             self.seen.append((*arguments[:3], *rest))
 
         return SimpleNamespace(launch=launch, settled=(), flat=True, describe=lambda number, x, name, make: [make(x)])
@@ -62,15 +62,16 @@ def test_launches_by_address_get_what_launches_with_tensors_get():
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_launches_where_tensors_lie_as_before_are_one_graph(refused, monkeypatch):
-    """From the third call on, which launches the same; not of few launches, nor across what torch does, nor while a graph is captured."""
-    recorder, graphs, doubled = Recorder(), [], []
+def test_steps_of_tensors_that_lie_where_others_lay_are_one_graph(refused, monkeypatch):
+    """From the third call on, which runs the same; of launches and what torch does, but neither across what the host does, which no graph
+    does in its place, nor while a graph is captured, nor for another stream, nor of few steps."""
+    recorder, graphs, host = Recorder(), [], []
 
-    def graph(device, launch):
+    def graph(device, stream, run):
         if refused:
             raise RuntimeError
         before, recorder.seen = recorder.seen, []
-        launch(7)
+        run(7)
         graphs.append(recorder.seen)
         recorder.seen = before
         return lambda stream, *_, found=graphs[-1]: recorder.seen.extend(found)
@@ -81,23 +82,28 @@ def test_launches_where_tensors_lie_as_before_are_one_graph(refused, monkeypatch
     for group in (range(4), range(4, 6)):
         for row in group:
             plan.launch(recorder, ("key",), (row, 2, 1), (), (plan.inputs[0][row],), (3,), {}, {})
-        plan.call(lambda x: doubled.append(x.data_ptr()), plan.inputs[0])
+        plan.call(lambda x: recorder.seen.append((0, 0, 0, x.data_ptr(), 0)), plan.inputs[0][1:])
+        plan.call(lambda: host.append(len(recorder.seen)))
     planned, calls = Planned(plan), []
     xs = [torch.zeros(6, 8) for _ in range(3)]
     for turn, x in enumerate([xs[0]] * 5 + [xs[1]] * 4 + [xs[2]] * 4 + [xs[0]]):
         if turn == 0:
             both_ways(planned, (x,), recorder)
-        recorder.seen = []
+        recorder.seen, host[:] = [], []
         planned.by_address(7, [x], [x.data_ptr()])
         calls.append([place - x.data_ptr() for _, _, _, place, _ in recorder.seen])
-        assert doubled[-1] == x.data_ptr()
-    assert calls == [[32 * row for row in range(6)]] * len(calls) and len(doubled) == 2 * (len(calls) + 2)
-    assert [len(of) for of in graphs] == ([] if refused else [4, 4])
-    assert [of[0][3] for of in graphs] == ([] if refused else [xs[0].data_ptr(), xs[1].data_ptr()])
+        assert host == [5, 8]
+    assert calls == [[0, 32, 64, 96, 32, 128, 160, 32]] * len(calls)
+    assert [len(of) for of in graphs] == ([] if refused else [5, 3, 5, 3])
+    assert [of[0][3] for of in graphs[::2]] == ([] if refused else [xs[0].data_ptr(), xs[1].data_ptr()])
+    with pytest.raises(AssertionError, match="another stream"):
+        planned.by_address(8, [xs[0]], [xs[0].data_ptr()])
+    for of in graphs:
+        of.clear()
     monkeypatch.setattr(by_address, "captured", lambda: True)
-    recorder.seen, graphs[:] = [], [()] * len(graphs)
+    recorder.seen = []
     planned.by_address(7, [xs[0]], [xs[0].data_ptr()])
-    assert len(recorder.seen) == 6
+    assert len(recorder.seen) == 8
 
 
 def test_what_has_no_place_is_refused():

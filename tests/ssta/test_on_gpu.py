@@ -54,26 +54,41 @@ def test_never_waits_for_the_gpu_and_can_be_captured(budget, padding):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recorded", [False, True], ids=["plain", "recorded"])
 @pytest.mark.parametrize("compensation", ["none", "linear"])
-@torch.no_grad()
-def test_tensors_that_lie_where_others_lay(compensation, monkeypatch):
-    """By graphs, after some calls, the same bits as launch by launch; and a graph of one's own takes such a call."""
+def test_tensors_that_lie_where_others_lay(compensation, recorded, monkeypatch):
+    """By graphs, after some calls, the same bits as step by step, gradients too, also where the memory that cuBLAS works in has been given
+    back; and a graph of one's own takes such a call."""
     layout, config = TokenLayout.video_text((7, 9, 20), 30), SSTAConfig(tile_thw=(4, 4, 8), density=0.3, compensation=compensation)
-    given = torch.randn(2 * replays.SIGHTS, 3, 1, 4, layout.length, 128, device="cuda", dtype=torch.bfloat16)
-    inputs, seen = torch.empty_like(given[0]), torch.empty_like(given[:, 0])
-    prepared.kept.clear()
-    for x, y in zip(given, seen):
-        inputs.copy_(x)
-        y.copy_(ssta_attention(*inputs, layout, config))
-    assert any(plan.by_address.replays._known for layer in prepared.kept.values() for plan in layer._whole.kinds.values())
+    given = torch.randn(4 * replays.SIGHTS, 4, 1, 4, layout.length, 128, device="cuda", dtype=torch.bfloat16)
+    *inputs, dout = torch.empty_like(given[0])
+    inputs = [x.requires_grad_(recorded) for x in inputs]
+
+    def step():
+        out = ssta_attention(*inputs, layout, config)
+        return torch.cat([out.detach(), *(torch.autograd.grad(out, inputs, dout) if recorded else ())])
+
+    def results():
+        prepared.kept.clear()
+        seen = torch.empty(len(given), 4 if recorded else 1, *given.shape[3:], device="cuda", dtype=torch.bfloat16)
+        for x, y in zip(given, seen):
+            for own, new in zip((*inputs, dout), x):
+                own.detach().copy_(new)
+            y.copy_(step())
+            torch._C._cuda_clearCublasWorkspaces()
+        return seen
+
+    seen = results()
+    plans = [plan for layer in prepared.kept.values() for plans in (layer._whole, layer._whole_backward) for plan in plans.kinds.values()]
+    assert len(plans) == 1 + recorded and all(plan.by_address.replays._known for plan in plans)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = ssta_attention(*inputs, layout, config)
-    graph.replay()
-    assert torch.equal(captured, seen[-1])
-    prepared.kept.clear()
+    if not recorded:
+        with torch.cuda.graph(graph):
+            captured = step()
+        graph.replay()
+        assert torch.equal(captured, seen[-1])
     monkeypatch.setattr(replays, "MOST", 0)
-    assert all(torch.equal(ssta_attention(*x, layout, config), y) for x, y in zip(given, seen))
+    assert torch.equal(results(), seen)
     prepared.kept.clear()
 
 
