@@ -77,7 +77,7 @@ def on_device(x: Any) -> AbstractContextManager:
     """A context in which x's GPU is the current one, on which Triton launches, and in which autocast rounds nothing. x: a tensor, or what
     will be one."""
     device = x.device
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    elsewhere = device.type == "cuda" and device.index != torch._C._cuda_getDevice()
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return torch.cuda.device(device) if elsewhere else _NOTHING
     stack = ExitStack()

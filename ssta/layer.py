@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .budget import budget_of
@@ -162,6 +163,7 @@ class Layer:
         mass = None if shares is None else ExactMass(shares, counts, useful, self.kv_tiles.num_tiles)
         return Found(selection, mass, Tape._make(tape) if tape else None)
 
+    @torch.no_grad()
     def _steps(self, q: Input | Sent | Tiled, k: Input | Sent | None, v: Input | Sent | None, left: Left,
                selection: Selection | None = None) -> LayerResult:
         """All steps, one after the other. Nobody else has what they make, so that it is gone once it is read."""

@@ -79,7 +79,7 @@ def run_layer(
         return _operate(query, key, value, spec, text_mask, selection)
     layer = layers(spec)
     if not spec.recorded:
-        with on_device(query), torch.no_grad():
+        with on_device(query):
             return layer.run(query, key, value, text_mask, selection)
     kept: list[LayerResult] = []
     out, *means = _Recorded.apply(query, key, value, layer, text_mask, selection, kept)

@@ -290,7 +290,7 @@ class Planned:
         if self.by_address is None or not aligned(begins) or hooked():
             self._with_tensors(bases, aligned(begins), waits)
         else:
-            self.by_address(current_stream(), bases, begins, waits)
+            self.by_address(current_stream(self.device), bases, begins, waits)
         return bases[:self._stay]
 
     def as_run(self, held: Sequence[Tensor]) -> list[Tensor]:

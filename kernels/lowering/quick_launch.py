@@ -203,10 +203,9 @@ def hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def current_stream() -> int:
-    """Of the current device."""
-    active = triton.runtime.driver.active
-    return active.get_current_stream(active.get_current_device())
+def current_stream(device: torch.device) -> int:
+    """Of the current device, which this is."""
+    return triton.runtime.driver.active.get_current_stream(device.index)
 
 
 def fit(numbers: Sequence[int]) -> tuple[bool, ...] | bool:
