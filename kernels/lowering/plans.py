@@ -96,7 +96,7 @@ class Plan:
                                   [None if x is None else self._place(x) for x in tensors], numbers, constants, options))
 
     def call(self, function: Callable[..., Any], *tensors: Tensor | None) -> None:
-        """A function of torch that writes to tensors which it is given."""
+        """A function of torch that writes to tensors which it is given, and does the same in all calls; given none, the host's own."""
         self.steps.append(Call(function, [None if x is None else self._place(x) for x in tensors]))
 
     def step(self, write: Callable[..., Any], xs: Sequence[Tensor | None], others: Sequence[Tensor | None], options: tuple) -> list[Tensor]:
