@@ -24,16 +24,17 @@ ROOT = Path(__file__).resolve().parent.parent
 _BLOCKS = ("kernels/*", "!kernels/*/*", "kernels/lowering/*", "kernels/{gpu}/*", "!*token_*", "!*tail*", "!kernels/merge.py",
            "!kernels/backend.py", "!kernels/moves.py", "!kernels/reference.py")
 _LAYER = (*_BLOCKS, "kernels/backend.py", "kernels/moves.py", "kernels/tail*", "kernels/*/tail*", "kernels/prologue/*", "ssta/*",
-          "!ssta/plot.py", "!ssta/report.py", "!ssta/trained/*", "!ssta/ranks/*", "!kernels/eager/*")
+          "!ssta/masks.py", "!ssta/plot.py", "!ssta/report.py", "!ssta/trained/*", "!ssta/ranks/*", "!kernels/eager/*")
 _STEP = (*_LAYER, "pipelines/schedule/*", "pipelines/patch/*", "pipelines/families/*", "!*/report.py")
 _RANKS = (*_STEP, "pipelines/ranks/*", "ssta/ranks/*")
 SOURCES: dict[str, tuple[str, ...]] = {
     "kernels": _BLOCKS, "sweep": _BLOCKS, "cudnn": _BLOCKS,
     "errors": (*_BLOCKS, "kernels/eager/*", "kernels/portable/*", "kernels/hopper/*", "!*token_*", "!*tail*", "!*/moves.py",
                "!*/ranking.py"),
-    "tokens": ("kernels/*", "!kernels/hopper/*", "!kernels/prologue/*", "!*tail*", "!kernels/interfaces/fl*",
-               "!kernels/interfaces/m[ai]*", "!kernels/reference.py", "!kernels/backend.py", "!*/moves.py", "!*/ranking.py"),
-    "interfaces": (*_BLOCKS, "kernels/portable/*", "kernels/interfaces/*", "!*native_sparse*", "!*token_*", "!*tail*"),
+    "tokens": ("kernels/*", "!kernels/hopper/*", "!kernels/prologue/*", "!*tail*", "!kernels/interfaces/flashinfer/*",
+               "!kernels/interfaces/fl*", "!kernels/interfaces/m[ai]*", "!kernels/interfaces/within*", "!kernels/reference.py",
+               "!kernels/backend.py", "!*/moves.py", "!*/ranking.py"),
+    "interfaces": (*_BLOCKS, "kernels/portable/*", "kernels/interfaces/*", "!*native_sparse*", "!*seer*", "!*token_*", "!*tail*"),
     "layer": _LAYER, "grid": _LAYER, "host": _LAYER, "streaming": _LAYER, "rollout": _LAYER,
     "vsa": (*_LAYER, "ssta/trained/*"),
     "pipeline": _STEP, "recipe": _STEP, "quality": _STEP, "fine_tune": _STEP, "gate": _STEP, "few_steps": _STEP, "few_fine_tune": _STEP,

@@ -1,5 +1,6 @@
 """SSTA as a kernel of the Hugging Face Hub, for programs that hold q, k and v: the ``__init__.py`` of what hub/layout.py lays out."""
 
+from . import masks
 from .attention import ssta_3d_attention, ssta_attention
 from .cache import TileCache
 from .config import SSTAConfig
@@ -11,5 +12,5 @@ from .sequence import DenseRun, TokenLayout, VideoGrid
 from .text import TextMask
 
 __all__ = ["BlockLists", "DenseRun", "SSTAConfig", "TextMask", "TileCache", "TileLayout", "TokenLayout", "VideoGrid",
-           "block_sparse_attention", "dense_attention", "explain", "interfaces", "merge_attention", "ssta_3d_attention",
+           "block_sparse_attention", "dense_attention", "explain", "interfaces", "masks", "merge_attention", "ssta_3d_attention",
            "ssta_attention", "tile_layout"]

@@ -109,22 +109,24 @@ def without_autocast(device_type: str) -> AbstractContextManager:
     return torch.autocast(device_type, enabled=False)
 
 
-def check_token_inputs(q: Tensor, k: Tensor, v: Tensor, *, dims: str = "[tokens, heads, head_dim]") -> tuple[Tensor, Tensor, Tensor]:
+def check_token_inputs(q: Tensor, k: Tensor, v: Tensor, *, dims: str = "[tokens, heads, head_dim]", key_name: str = "k",
+                       value_name: str = "v") -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) in autocast's dtype where that is on, with a last stride of 1; ``dims`` says what their dimensions are."""
-    q, k, v = autocast_inputs(q=q, k=k, v=v)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != dims.count(",") + 1:
+    names, wanted = {"q": q, key_name: k, value_name: v}, dims.count(",") + 1
+    q, k, v = autocast_inputs(**names)
+    for name, x in zip(names, (q, k, v)):
+        if x.dim() != wanted:
             raise ValueError(f"{name} must be {dims}, got shape {tuple(x.shape)}")
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
     if v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(f"v must have k's shape {tuple(k.shape)} but for the head_dim, got {tuple(v.shape)}")
+        raise ValueError(f"{value_name} must have {key_name}'s shape {tuple(k.shape)} but for the head_dim, got {tuple(v.shape)}")
     if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k must have q's head_dim {q.shape[-1]}, got {k.shape[-1]}")
+        raise ValueError(f"{key_name} must have q's head_dim {q.shape[-1]}, got {k.shape[-1]}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"q's heads must be a multiple of k's {k.shape[-2]}, got {q.shape[-2]}")
+        raise ValueError(f"q's heads must be a multiple of {key_name}'s {k.shape[-2]}, got {q.shape[-2]}")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return q, k, v
 

@@ -20,8 +20,10 @@ from .blocks import BlockLists
 from .device import capability
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
-# A tensor core multiplies by at least 16 keys: shorter key blocks are no tiles, their keys are compacted first: copied behind one another.
+# A tensor core multiplies by at least 16 keys: shorter key blocks are no tiles, their keys are gathered one by one or compacted first.
 SHORTEST_TILE = 16
+# Where this many query rows share a list of such blocks, its keys are compacted: copied behind one another. The backward always does.
+COMPACTED_ROWS = 512
 # The first whose tensor cores multiply bfloat16 and whose loads go to shared memory by themselves; for those before it Triton multiplies
 # without tensor cores.
 TRITON_CAPABILITY = (8, 0)
@@ -37,6 +39,7 @@ class PatternFacts(NamedTuple):
     max_q_length: int   # tokens of the longest query block
     max_kv_length: int  # tokens of the longest key block
     capacity: int       # key blocks of a list at most
+    list_heads: int     # heads that have lists of their own
     uniform: bool       # every block but the last of an axis has the same length
     shared: bool = True  # key blocks lie at the same tokens for all heads
 
@@ -45,11 +48,11 @@ class PatternFacts(NamedTuple):
         uniform = (blocks.q_lengths is None and blocks.kv_lengths is None and isinstance(blocks.q_offsets, int)
                    and isinstance(blocks.kv_offsets, int))
         shared = all([not isinstance(x, Tensor) or x.shape[1] == 1 for x in (blocks.kv_offsets, blocks.kv_lengths)])
-        return cls(blocks.max_q_length, blocks.max_kv_length, blocks.capacity, uniform, shared)
+        return cls(blocks.max_q_length, blocks.max_kv_length, blocks.capacity, blocks.counts.shape[1], uniform, shared)
 
 
 # Of a pattern that nobody has described: blocks that fill every kernel's tiles.
-LONG_BLOCKS = PatternFacts(2 * HOPPER_QUERY_BLOCK, 2 * HOPPER_BACKWARD_SHORT, 1, True)
+LONG_BLOCKS = PatternFacts(2 * HOPPER_QUERY_BLOCK, 2 * HOPPER_BACKWARD_SHORT, 1, 1, True)
 
 
 class Where(NamedTuple):
@@ -93,11 +96,13 @@ class Problem(NamedTuple):
     facts: PatternFacts
     deterministic: bool = True
 
-    @property
-    def compacts(self) -> bool:
+    def compacts(self, backward: bool) -> bool:
         """Whether listed keys are first copied behind one another. Copies know no positions; parts of equal size need uniform blocks."""
         facts = self.facts
-        return not self.causal and facts.max_kv_length < SHORTEST_TILE and facts.uniform and facts.capacity > 0
+        if self.causal or facts.max_kv_length >= SHORTEST_TILE or not facts.uniform or facts.capacity < 1:
+            return False
+        rows = facts.max_q_length * (self.heads // max(self.kv_heads, facts.list_heads))
+        return backward or rows >= COMPACTED_ROWS
 
 
 def _hopper_cannot(problem: Problem) -> str | None:
@@ -113,14 +118,14 @@ def _hopper_suits_not(problem: Problem) -> str | None:
     shortest = HOPPER_QUERY_BLOCK * (2 if problem.causal else 1)
     if facts.max_q_length < shortest:
         return f"pays from query blocks of {shortest} tokens on, got {facts.max_q_length}"
-    if facts.max_kv_length < SHORTEST_TILE and not problem.compacts:
+    if facts.max_kv_length < SHORTEST_TILE and not problem.compacts(backward=False):
         return f"takes key blocks of at least {SHORTEST_TILE} tokens, got {facts.max_kv_length}"
     return None
 
 
 def _hopper_backward_cannot(problem: Problem) -> str | None:
     longest = problem.facts.max_kv_length
-    if longest > HOPPER_BACKWARD_SHORT or problem.compacts:
+    if longest > HOPPER_BACKWARD_SHORT or problem.compacts(backward=True):
         return None
     return f"has a backward for key blocks of more than {HOPPER_BACKWARD_SHORT} tokens, got {longest}"
 
@@ -144,6 +149,7 @@ class Implementation:
         forward, backward: "module:function" below ssta.kernels, imported when first chosen.
         cannot: why it cannot run at all, or None.
         suits_not: why "auto" skips it although it could run, or None.
+        gathered: the forward of key blocks too short for tiles, if it has one.
         triton: whether its kernels are this package's own. Then its forward may write over q, and compacted keys are
             as good as tiles to it.
         deterministic: whether its backward takes that argument; others have only one order of summing, or refuse it.
@@ -158,6 +164,7 @@ class Implementation:
     backward: str
     cannot: Callable[[Problem], str | None] = lambda problem: None
     suits_not: Callable[[Problem], str | None] = lambda problem: None
+    gathered: str | None = None
     triton: bool = True
     deterministic: bool = False
     planned_backward: bool = False
@@ -174,7 +181,8 @@ TABLE = (
     Implementation("cudnn", "cudnn.attention:cudnn_forward", "cudnn.attention:cudnn_backward", cudnn.cannot, cudnn.suits_not, triton=False,
                    backward_cannot=cudnn.backward_cannot, verdict=cudnn.verdict),
     Implementation("triton", "portable.forward:triton_forward", "portable.backward:triton_backward", _triton_cannot,
-                   lambda problem: None if problem.where.device_type == "cuda" else "is interpreted on a CPU, for tests"),
+                   lambda problem: None if problem.where.device_type == "cuda" else "is interpreted on a CPU, for tests",
+                   gathered="portable.gathered:gathered_forward"),
     Implementation("torch", "eager.blocks:torch_forward", "eager.blocks:torch_backward", triton=False),
 )
 # The specification is not in the table: only an explicit choice takes it. Where autograd does not record it, as inside of an operator, its
@@ -190,7 +198,7 @@ class Pass(NamedTuple):
     """One direction of a Route."""
 
     kernels: str  # a name of TABLE
-    keys: str     # "tiles", or "compacted": copied behind one another, then tiles
+    keys: str     # "tiles", "gathered" key by key, or "compacted": copied behind one another, then tiles
     path: str     # "module:function"
 
     def load(self) -> Callable:
@@ -342,14 +350,19 @@ def _decide_anew(name: str, problem: Problem) -> Route:
         if not reason:
             break
         backward_rejected.append((backward.name, reason))
-    return Route(row.name, Pass(row.name, _keys(row, problem), row.forward),
-                 Pass(backward.name, _keys(backward, problem), backward.backward), tuple(rejected), problem.where.device_type,
-                 row.verdict(problem), tuple(backward_rejected))
+    forward_keys, backward_keys = _keys(row, problem, False), _keys(backward, problem, True)
+    return Route(row.name, Pass(row.name, forward_keys, row.gathered if forward_keys == "gathered" and row.gathered else row.forward),
+                 Pass(backward.name, backward_keys, backward.backward), tuple(rejected), problem.where.device_type, row.verdict(problem),
+                 tuple(backward_rejected))
 
 
-def _keys(row: Implementation, problem: Problem) -> str:
+def _keys(row: Implementation, problem: Problem, backward: bool) -> str:
     """How a row's kernels read the listed keys."""
-    return "compacted" if row.triton and problem.compacts else "tiles"
+    if not row.triton:
+        return "tiles"
+    if problem.compacts(backward):
+        return "compacted"
+    return "gathered" if row.gathered and not backward and problem.facts.max_kv_length < SHORTEST_TILE else "tiles"
 
 
 _decide = lru_cache(maxsize=1024)(_decide_anew)

@@ -14,7 +14,7 @@ from torch import Tensor
 from .checks import resolve_scale, without_autocast
 from .operators import NAMESPACE, differentiate_by, refuse_forward_mode, watched
 from .routing import choose_token_impl
-from .token_lists import Packed, TokenLists
+from .token_lists import KeyLists, PaddedCache, TokenLists
 
 
 def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale: float | None = None, impl: str = "auto"
@@ -25,7 +25,7 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
         q: ``[T, Hq, D]``, checked by ``check_token_inputs``, as k and v are.
         k: ``[R, Hkv, D]``; query head h reads head h // (Hq / Hkv).
         v: ``[R, Hkv, Dv]``.
-        lists: made by ``lists_from_ids``.
+        lists: made by ``lists_from_ids`` or ``lists_from_mask``.
         scale: factor on the scores, positive; default 1 / sqrt(D).
         impl: "auto", "torch" or "triton", as ``choose_token_impl`` reads it.
 
@@ -33,16 +33,21 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
         out ``[T, Hq, Dv]`` in q's dtype and lse float32 ``[T, Hq]`` (float64 for float64 inputs), natural logarithm. A token that attends
         to nothing gives out = 0, lse = -inf and zero gradients.
 
-    Differentiable in q, k and v, also through lse. Same inputs, same bits. Never waits for a GPU.
+    Differentiable in q, k and v, also through lse, where the lists have ``invert``. Same inputs, same bits. Never waits for a GPU.
     """
     scale = resolve_scale(scale, q.shape[-1])
     impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
     refuse_forward_mode(q=q, k=k, v=v)
-    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) or watched(q, k, v)):
-        # The operator would cost more than a call of few tokens.
+    inverse = None
+    if impl == "triton" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        assert lists.invert is not None, "no gradient through these lists"
+        inverse = lists.invert()
+    elif not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) or watched(q, k, v)):
+        # The operator would cost more than a step of decoding.
         return _run(q, k, v, lists, scale, impl)
-    packed = lists.packed
-    return _forward(q, k, v, lists.ids, lists.counts, lists.spans, lists.full, packed.cu_q, packed.cu_k, lists.block_size, scale, impl)
+    keys = (None,) * 5 if inverse is None else (inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts, inverse.counts)
+    cache = None if lists.cache is None else list(map(int, lists.cache))
+    return _forward(q, k, v, lists.ids, lists.counts, lists.spans, lists.full, *keys, cache, lists.block_size, scale, impl)
 
 
 @lru_cache
@@ -67,10 +72,12 @@ def _run(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float, impl:
 
 @torch.library.custom_op(f"{NAMESPACE}::token_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, counts: Tensor, spans: Tensor, full: Tensor | None, cu_q: Tensor, cu_k: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, counts: Tensor | None, spans: Tensor, full: Tensor | None, starts: Tensor | None,
+    sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None, key_counts: Tensor | None, cache: list[int] | None,
     block_size: int, scale: float, impl: str,
 ) -> tuple[Tensor, Tensor]:
-    return _run(q, k, v, TokenLists(ids, counts, spans, block_size, Packed(cu_q, cu_k, len(q), len(k)), full), scale, impl)
+    padded = None if cache is None else PaddedCache(cache[0], cache[1], bool(cache[2]))
+    return _run(q, k, v, TokenLists(ids, counts, spans, block_size, full=full, cache=padded), scale, impl)
 
 
 @_forward.register_fake
@@ -82,11 +89,15 @@ def _(q, k, v, *_):
 @torch.library.custom_op(f"{NAMESPACE}::token_attention_backward", mutates_args=())
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ids: Tensor, counts: Tensor,
-    spans: Tensor, full: Tensor | None, cu_q: Tensor, cu_k: Tensor, block_size: int, scale: float, impl: str,
+    spans: Tensor, full: Tensor | None, starts: Tensor | None, sizes: Tensor | None, tokens: Tensor | None, firsts: Tensor | None,
+    key_counts: Tensor | None, cache: list[int] | None, block_size: int, scale: float, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lists = TokenLists(ids, counts, spans, block_size, Packed(cu_q, cu_k, len(q), len(k)), full)
+    assert cache is None, "no gradient through a cache"
+    # All five are given, or none.
+    inverse = None if starts is None else KeyLists(starts, sizes, tokens, firsts, key_counts)  # type: ignore[arg-type]
+    lists = TokenLists(ids, counts, spans, block_size, full=full)
     with without_autocast(q.device.type):
-        return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, lists, scale)
+        return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, lists, inverse, scale)
 
 
 differentiate_by(_backward, _forward)

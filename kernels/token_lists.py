@@ -1,12 +1,15 @@
 """TokenLists: for every query token and key/value head, the key blocks that it attends to; and the way back, from key blocks to tokens.
 
 BlockLists cuts the queries into blocks too. Here each token has a list of its own, shared by the query heads of a key/value head,
-and a span of keys that it may see at all: its sequence in a packed batch, what lies before it, a window.
+and a span of keys that it may see at all: its sequence in a packed batch, what lies before it, a window, the filled part of a cache.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +26,58 @@ class KeyLists:
     tokens: Tensor   # int32 [n], query tokens, ascending within a list
     firsts: Tensor   # int64 [Hkv, Nk], where in ``tokens`` a list begins
     counts: Tensor   # int32 [Hkv, Nk], how long it is
+
+
+class PaddedCache(NamedTuple):
+    """Caches of one size, one for each token, in which a token's keys are the first or, if ``left`` is padded, the last."""
+
+    pitch: int      # rows from one cache to the next
+    capacity: int   # rows of a cache
+    left: bool
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLists:
+    """For every (query token, key/value head), the key blocks that it attends to.
+
+    Args:
+        ids: int32 ``[T, Hkv, capacity]``, block numbers, counted from the token's origin. Ids below 0 or past the span are absent.
+        counts: int32 ``[T, Hkv]``, how many entries of ``ids`` count, from the front on; None: all.
+        spans: int32 ``[T, 3]``: (origin, low, high). Block n of the token holds the keys n * block_size up to (n + 1) * block_size from row
+            ``origin`` on; of these the token sees the ones from ``low`` up to ``high``, both counted from the origin.
+        block_size: tokens of a key block.
+        invert: makes the KeyLists; None where no gradient is asked for.
+        full: int32 ``[T, Hkv]``: of the entries that count so many stand at the front, of blocks that the token sees wholly, and the
+            others at the back. None where nothing is known of them.
+        cache: where given, ``spans`` is instead int32 or int64 ``[T]``, the keys of each token's own padded cache.
+    """
+
+    ids: Tensor
+    counts: Tensor | None
+    spans: Tensor
+    block_size: int
+    invert: Callable[[], KeyLists] | None = None
+    full: Tensor | None = None
+    cache: PaddedCache | None = None
+
+    def used(self) -> Tensor:
+        """bool as ids: which entries count."""
+        capacity = self.ids.shape[2]
+        slot = torch.arange(capacity, device=self.ids.device)
+        if self.counts is None:
+            return torch.ones_like(self.ids, dtype=torch.bool)
+        if self.full is None:
+            return slot < self.counts[..., None]
+        return (slot < self.full[..., None]) | (slot >= capacity - (self.counts - self.full)[..., None])
+
+    def token_spans(self) -> Tensor:
+        """``spans`` in its full form, int32 [T, 3]."""
+        if self.cache is None:
+            return self.spans
+        length = self.spans.clamp(0, self.cache.capacity).int()
+        origin = torch.arange(len(length), dtype=torch.int32, device=length.device) * self.cache.pitch
+        first = self.cache.capacity - length if self.cache.left else torch.zeros_like(length)
+        return torch.stack([origin, first, first + length], 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,27 +113,35 @@ class Packed:
         position = token.long() - self.cu_q[sequence]
         return sequence, position, inside & (position >= 0)
 
-    def spans(self, window: int | None = None) -> Tensor:
+    def spans(self, window: int | None = None, whole_blocks_of: int = 1) -> Tensor:
         """Causal spans, int32 [T, 3]: the last query of a sequence stands at its last key.
 
-        With ``window`` a token sees just the last so many keys. Offsets that lead outside the tensors are cut.
+        With ``window`` a token sees just the last so many keys; with ``whole_blocks_of`` the rest of the last block that begins
+        at or before it as well. Offsets that lead outside the tensors are cut.
         """
         sequence, position, inside = self.places()
         origin = self.cu_k[sequence].long().clamp(0, self.k_tokens)
         length = (self.cu_k[sequence + 1].long() - origin).clamp(min=0).minimum(self.k_tokens - origin)
         asked = self.cu_q[sequence + 1].long() - self.cu_q[sequence]
         place = position + length - asked
-        high = (place + 1).minimum(length).clamp(min=0).where(inside, 0)
+        high = ((place // whole_blocks_of + 1) * whole_blocks_of).minimum(length).clamp(min=0).where(inside, 0)
         low = torch.zeros_like(high) if window is None else (place + 1 - window).clamp(min=0)
         return torch.stack([origin, low, high], 1).int()
 
-    def key_blocks(self, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(first key block of each sequence int64 [B], starts int32 [Nk], sizes int32 [Nk]): as many as the sequences fill, and spare ones
-        at the end."""
+    def key_blocks(self, block_size: int, per_sequence: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(first key block of each sequence int64 [B], starts int32 [Nk], sizes int32 [Nk]).
+
+        With ``per_sequence`` every sequence has so many blocks, full or not; else just as many as it fills, and spare ones at the end.
+        """
         device, cu = self.cu_k.device, self.cu_k.long().clamp(0, self.k_tokens)
         lengths = cu.diff().clamp(min=0)
-        ends = ((lengths + block_size - 1) // block_size).cumsum(0)
-        block = torch.arange(self.k_tokens // block_size + self.sequences, device=device)
+        if per_sequence is None:
+            ends = ((lengths + block_size - 1) // block_size).cumsum(0)
+            number = self.k_tokens // block_size + self.sequences
+        else:
+            ends = (torch.arange(self.sequences, device=device) + 1) * per_sequence
+            number = self.sequences * per_sequence
+        block = torch.arange(number, device=device)
         sequence = torch.searchsorted(ends, block, right=True)
         known = sequence < self.sequences
         sequence = sequence.clamp(max=self.sequences - 1)
@@ -86,50 +149,6 @@ class Packed:
         before = (block - firsts[sequence]) * block_size
         sizes = (lengths[sequence] - before).clamp(0, block_size).where(known, 0)
         return firsts, (cu[sequence] + before).where(known, 0).int(), sizes.int()
-
-
-@dataclass(frozen=True, eq=False)
-class TokenLists:
-    """For every (query token, key/value head), the key blocks that it attends to.
-
-    Args:
-        ids: int32 ``[T, Hkv, capacity]``, block numbers, counted from the token's origin. Ids below 0 or past the span are absent.
-        counts: int32 ``[T, Hkv]``, how many entries of ``ids`` count, from the front on.
-        spans: int32 ``[T, 3]``: (origin, low, high). Block n of the token holds the keys n * block_size up to (n + 1) * block_size from row
-            ``origin`` on; of these the token sees the ones from ``low`` up to ``high``, both counted from the origin.
-        block_size: tokens of a key block.
-        packed: the sequences, all q's and k's tokens.
-        full: int32 ``[T, Hkv]``: of the entries that count so many stand at the front, of blocks that the token sees wholly, and the
-            others at the back. Triton's kernels need it.
-    """
-
-    ids: Tensor
-    counts: Tensor
-    spans: Tensor
-    block_size: int
-    packed: Packed
-    full: Tensor | None = None
-
-    def used(self) -> Tensor:
-        """bool as ids: which entries count."""
-        capacity = self.ids.shape[2]
-        slot = torch.arange(capacity, device=self.ids.device)
-        if self.full is None:
-            return slot < self.counts[..., None]
-        return (slot < self.full[..., None]) | (slot >= capacity - (self.counts - self.full)[..., None])
-
-    def key_lists(self) -> KeyLists:
-        """The way back, which a gradient needs. Sorts all entries by key block; the sort is stable, so tokens stay in order."""
-        ids = self.ids
-        tokens, heads, capacity = ids.shape
-        firsts, starts, sizes = self.packed.key_blocks(self.block_size)
-        number = len(starts)
-        block = (firsts[self.packed.places()[0], None, None] + ids).where(self.used() & (ids >= 0), number)
-        rows = torch.arange(heads, device=ids.device)[:, None] * (number + 1)
-        keys, order = (block.transpose(0, 1) + rows[:, :, None]).flatten().sort(stable=True)
-        bounds = torch.searchsorted(keys, rows + torch.arange(number + 1, device=ids.device))
-        entries = order % max(tokens * capacity, 1) // max(capacity, 1)
-        return KeyLists(starts, sizes, entries.int(), bounds[:, :-1].contiguous(), bounds.diff(dim=1).int())
 
 
 def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Tensor, block_size: int, impl: str) -> TokenLists:
@@ -142,7 +161,8 @@ def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Te
         from .lowering.token_lists import chosen_blocks
 
         ids, counts, full = chosen_blocks(ids.contiguous(), None if counts is None else counts.contiguous(), spans, block_size)
-        return TokenLists(ids, counts, spans, block_size, packed, full)
+        lists = TokenLists(ids, counts, spans, block_size, full=full)
+        return replace(lists, invert=partial(_invert, lists, packed))
     nowhere = torch.iinfo(torch.int32).max
     blocks = (spans[:, 2] + (block_size - 1)) // block_size
     known = (ids >= 0) & (ids < blocks[:, None, None])
@@ -152,4 +172,58 @@ def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Te
     counts = (ids != nowhere).sum(-1, dtype=torch.int32)
     repeated = torch.zeros_like(ids, dtype=torch.bool)
     repeated[..., 1:] = ids[..., 1:] == ids[..., :-1]
-    return TokenLists(ids.masked_fill(repeated, -1), counts, spans, block_size, packed)
+    lists = TokenLists(ids.masked_fill(repeated, -1), counts, spans, block_size)
+    return replace(lists, invert=partial(_invert, lists, packed))
+
+
+def _invert(lists: TokenLists, packed: Packed) -> KeyLists:
+    """Sorts all entries by key block; the sort is stable, so tokens stay in order."""
+    ids = lists.ids
+    tokens, heads, capacity = ids.shape
+    firsts, starts, sizes = packed.key_blocks(lists.block_size)
+    number = len(starts)
+    used = lists.used() & (ids >= 0)
+    block = (firsts[packed.places()[0], None, None] + ids).where(used, number)
+    rows = torch.arange(heads, device=ids.device)[:, None] * (number + 1)
+    keys, order = (block.transpose(0, 1) + rows[:, :, None]).flatten().sort(stable=True)
+    bounds = torch.searchsorted(keys, rows + torch.arange(number + 1, device=ids.device))
+    entries = order % max(tokens * capacity, 1) // max(capacity, 1)
+    return KeyLists(starts, sizes, entries.int(), bounds[:, :-1].contiguous(), bounds.diff(dim=1).int())
+
+
+def lists_from_mask(mask: Tensor, packed: Packed, spans: Tensor, block_size: int, impl: str) -> TokenLists:
+    """TokenLists from a causal bool mask ``[B, Hkv, L, N]``: query token of each sequence by key block of it.
+
+    Tokens past L attend to nothing. Takes 4 bytes for each entry of the mask, and as much again for a gradient. Does not synchronise.
+    ``impl`` is "triton" or "torch", as the attention's; it changes nothing but speed.
+    """
+    if impl == "triton":
+        from .lowering.token_lists import key_tokens, token_blocks
+
+        ids, counts, full = token_blocks(mask, packed.cu_q, packed.q_tokens, block_size)
+        return TokenLists(ids, counts, spans, block_size, partial(_invert_mask, key_tokens, mask, packed, block_size), full)
+    sequence, position, inside = packed.places()
+    inside = inside & (position < mask.shape[2])
+    rows = mask[sequence, :, position.clamp(0, max(mask.shape[2] - 1, 0))] & inside[:, None, None]
+    rows = rows & (torch.arange(mask.shape[3], device=mask.device) * block_size < spans[:, 2:, None])
+    lists = TokenLists(*_sorted_rows(rows), spans, block_size)
+    return replace(lists, invert=partial(_invert, lists, packed))
+
+
+def lists_from_rows(mask: Tensor, lengths: Tensor, cache: PaddedCache, block_size: int, impl: str) -> TokenLists:
+    """TokenLists without a gradient from a bool mask ``[T, Hkv, N]``: a row and a cache for every token. Does not synchronise."""
+    if impl == "triton":
+        from .lowering.token_lists import row_blocks
+
+        return TokenLists(*row_blocks(mask), lengths, block_size, cache=cache)
+    return TokenLists(*_sorted_rows(mask), lengths, block_size, cache=cache)
+
+
+def _sorted_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids int32, counts int32) of the True entries along the last dimension, ascending."""
+    return mask.logical_not().argsort(dim=-1, stable=True).int(), mask.sum(-1, dtype=torch.int32)
+
+
+def _invert_mask(key_tokens, mask: Tensor, packed: Packed, block_size: int) -> KeyLists:
+    _, starts, sizes = packed.key_blocks(block_size, per_sequence=mask.shape[3])
+    return KeyLists(starts, sizes, *key_tokens(mask, packed.cu_q, block_size))

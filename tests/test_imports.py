@@ -262,7 +262,7 @@ import sys, torch
 def loaded(statements, before=frozenset(sys.modules)):
     exec(statements)
     print(*set(sys.modules) - before)
-loaded('''import ssta, ssta.kernels
+loaded('''import ssta, ssta.kernels, ssta.masks
 from ssta import SSTAConfig, TokenLayout, ssta_3d_attention
 from ssta.kernels.interfaces import flashinfer, flex_block_attn, magi_attention''')
 loaded("import {', '.join(PLUGS)}")
@@ -286,7 +286,7 @@ def test_a_fresh_process(tmp_path):
     run = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     first, plugs, *refused = run.stdout.splitlines()
-    assert "ssta.kernels" in first.split() and {*PLUGS} <= {*plugs.split()}
+    assert "ssta.masks" in first.split() and {*PLUGS} <= {*plugs.split()}
     assert {name.split(".")[0] for name in plugs.split()} - {"ssta", "torch"} - sys.stdlib_module_names == set()
     said = "needs diffusers 0.42, which is not installed: pip install 'diffusers==0.42.*' transformers accelerate"
     assert refused == [f"ImportError ssta.pipelines{name} {said}" for name in (".apply_ssta", ".WAN", ".evaluation")]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..token_lists import TokenLists
+from ..token_lists import KeyLists, TokenLists
 from .steps import GATHER_ELEMENTS, attend, compute_dtype
 
 
@@ -27,9 +27,10 @@ def torch_tokens_forward(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, sca
 
 
 def torch_tokens_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: TokenLists, scale: float,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: TokenLists,
+    inverse: KeyLists | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv). The key gradients are scattered, in a fixed order."""
+    """(dq, dk, dv). ``inverse`` is not needed here: the key gradients are scattered, in a fixed order."""
     dtype, (heads, group) = compute_dtype(q), (k.shape[1], q.shape[1] // k.shape[1])
     # The delta of Dao et al. 2022 (FlashAttention, appendix B.2), less the gradient that arrives through lse.
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
@@ -60,17 +61,17 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists) -> Iterator[tuple
     """(query tokens, rows of k int64 [G, Hkv, n], which of them are seen, bool) of some tokens at a time."""
     tokens, size = q.shape[0], lists.block_size
     capacity = lists.ids.shape[2]
-    if q.device.type == "cpu" and lists.full is None and lists.counts.numel():
+    if q.device.type == "cpu" and lists.counts is not None and lists.full is None and lists.counts.numel():
         # Reading it costs nothing where there is no device to wait for.
         capacity = min(capacity, int(lists.counts.max()))
     if not (tokens and k.numel() and capacity > 0):
         return
     within = torch.arange(size, device=q.device)
-    used = lists.used()
+    used, spans = lists.used(), lists.token_spans()
     at_once = max(1, GATHER_ELEMENTS // (k.shape[1] * capacity * size * max(k.shape[2], v.shape[2])))
     for first in range(0, tokens, at_once):
         some = slice(first, first + at_once)
-        origin, low, high = lists.spans[some, :, None, None].long().unbind(1)
+        origin, low, high = spans[some, :, None, None].long().unbind(1)
         ids = lists.ids[some, :, :capacity].long()
         known = used[some, :, :capacity] & (ids >= 0)
         keys = (ids[..., None] * size + within).flatten(2)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..lowering.plans import Plan
-from ..lowering.primitives import store_rows
+from ..lowering.primitives import merged_lse, part_weights, store_rows
 from ..lowering.quick_launch import QuickLaunch, fit
 
 # Rows that a program merges.
@@ -35,16 +35,13 @@ def _merge_kernel(partial_rows, partial_out, partial_lse, out, lse, out_batch, o
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     for part in range(splits):
         row_max = tl.maximum(row_max, tl.load(partial_lse + at + part * tile_rows), propagate_nan=tl.PropagateNan.ALL)
-    # Measured from 0, the weights of a row that has nothing are 0 instead of NaN.
-    safe_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for part in range(splits):
-        weights = tl.exp(tl.load(partial_lse + at + part * tile_rows) - safe_max)
+        weights = part_weights(tl.load(partial_lse + at + part * tile_rows), row_max)
         acc += tl.load(partial_out + (at + part * tile_rows)[:, None] * DIM + tl.arange(0, DIM)[None, :]) * weights[:, None]
         row_sum += weights
-    divisor = tl.where(row_sum == 0, 1.0, row_sum)
-    row_lse = tl.where(row_sum == 0, float("-inf"), row_max + tl.log(divisor))
+    divisor, row_lse = merged_lse(row_max, row_sum)
     head, batch = (at_head % heads).to(tl.int64), (at_head // heads).to(tl.int64)
     store_rows(out + batch * out_batch + head * out_head, row, out_row, size, acc / divisor[:, None], ROWS, DIM, DIM)
     offsets = tl.arange(0, ROWS)

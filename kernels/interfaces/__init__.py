@@ -7,11 +7,17 @@ if __name__ != "kernels.interfaces":
     from .modules import install, uninstall
 
     _MODULES = {
-        "flex_block_attn": ("flex_block_attn_func",),
+        "flex_block_attn": ("create_sparse_mask", "flex_block_attn_func"),
         "mit_block_sparse_attn": ("block_sparse_attn_func", "block_streaming_attn_func", "pad_input", "unpad_input"),
-        "magi_attention": ("block_sparse_attn",),
-        "flashinfer": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
-        "native_sparse_attention": ("parallel_nsa", "parallel_nsa_compression", "parallel_nsa_topk", "selected_attention"),
+        "magi_attention": ("SparseArgs", "block_sparse_attn"),
+        "flashinfer": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"),
+        "seer_attention": ("attn_pooling", "attn_pooling_qk_varlen", "attn_pooling_qkv_varlen", "block_1d_gqa_sparse_attn_varlen_func",
+                           "block_1d_gqa_sparse_attn_varlen_sim_func", "block_2d_sparse_attn_varlen_func",
+                           "block_sparse_flash_decode_gqa_indice", "block_sparse_flash_decode_gqa_mask",
+                           "block_sparse_flash_decode_leftpad_gqa_indice", "block_sparse_flash_decode_leftpad_gqa_mask"),
+        # tilelang's name is the package's own and is taken from the package.
+        "native_sparse_attention": ("parallel_nsa", "parallel_nsa_compression", "parallel_nsa_fwd", "parallel_nsa_topk",
+                                    "selected_attention"),
     }
     _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -1,12 +1,15 @@
-"""flex-block-attn: its attention over a boolean block mask."""
+"""flex-block-attn: its attention over a boolean block mask. Its STA, MoBA and SSTA masks are in ssta/masks.py."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import Tensor
 
 from ..attention import block_sparse_attention
 from ..blocks import BlockLists
-from ..checks import require_int, require_mask
+from ..checks import INTEGERS, require_int, require_mask, require_values
 
 
 def flex_block_attn_func(q: Tensor, k: Tensor, v: Tensor, q_block_size: int, kv_block_size: int, block_mask: Tensor) -> Tensor:
@@ -36,6 +39,53 @@ def flex_block_attn_func(q: Tensor, k: Tensor, v: Tensor, q_block_size: int, kv_
     sizes = require_int("q_block_size", q_block_size, 1), require_int("kv_block_size", kv_block_size, 1)
     blocks = BlockLists.from_mask(_mask(block_mask), *sizes)
     return block_sparse_attention(q, k, v, blocks)
+
+
+def create_sparse_mask(Q: Tensor, block_size: int, selected_blocks: Iterable[tuple[int, int]]) -> Tensor:
+    """The mask that keeps the given blocks; ``create_sparse_mask`` of flex-block-attn's benchmarks.
+
+    Args:
+        Q: ``[B, H, S, D]``; its length and device count.
+        block_size: tokens of a block.
+        selected_blocks: pairs (query block, key block), in an iterable or as an integer tensor ``[n, 2]``, which is read.
+
+    Returns:
+        bool ``[N, N]`` on Q's device, N = S // block_size.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came; also a pair outside the N x N blocks.
+    """
+    if not isinstance(Q, Tensor) or Q.dim() != 4:
+        raise ValueError(f"Q must be a tensor [batch, heads, tokens, head_dim], got {getattr(Q, 'shape', type(Q).__name__)}")
+    number = Q.shape[2] // require_int("block_size", block_size, 1)
+    mask = torch.zeros(number, number, dtype=torch.bool)
+    pairs = _pairs(selected_blocks)
+    outside = (pairs < 0) | (pairs >= number)
+    if outside.any():
+        raise ValueError(f"selected_blocks must lie in {number} x {number} blocks, got {tuple(pairs[outside.any(1)][0].tolist())}")
+    mask[pairs[:, 0], pairs[:, 1]] = True
+    return mask.to(Q.device)
+
+
+def _pairs(selected: Iterable[tuple[int, int]] | Tensor) -> Tensor:
+    """int64 [n, 2] on the CPU."""
+    if isinstance(selected, Tensor):
+        if selected.is_floating_point() or selected.is_complex() or selected.dtype == torch.bool:
+            raise TypeError(f"selected_blocks must be pairs of ints, got a tensor of {selected.dtype}")
+        if selected.dim() != 2 or selected.shape[1] != 2:
+            raise ValueError(f"selected_blocks must be [n, 2] as a tensor, got shape {tuple(selected.shape)}")
+        return require_values("selected_blocks", selected).long().cpu()
+    if isinstance(selected, (str, bytes)) or not isinstance(selected, Iterable):
+        raise TypeError(f"selected_blocks must be pairs (query block, key block), got {type(selected).__name__}")
+    pairs = []
+    for number, pair in enumerate(selected):
+        if isinstance(pair, (str, bytes)) or not isinstance(pair, Iterable):
+            raise TypeError(f"selected_blocks[{number}] must be a pair (query block, key block), got {pair!r}")
+        pair = [int(x) if isinstance(x, Tensor) and x.dim() == 0 and x.dtype in INTEGERS else x for x in pair]
+        if len(pair) != 2:
+            raise ValueError(f"selected_blocks[{number}] must be a pair (query block, key block), got {len(pair)} entries")
+        pairs.append([require_int(f"selected_blocks[{number}][{at}]", x, 0) for at, x in enumerate(pair)])
+    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
 
 
 def _mask(block_mask: Tensor) -> Tensor:

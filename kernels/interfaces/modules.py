@@ -12,7 +12,7 @@ from types import ModuleType
 from ..checks import require_bool
 
 # Package -> its modules -> what is in them of ours: what programs import. Of flex-block-attn that is the one function that its released
-# package exports.
+# package exports; the masks of its first commits had other arguments and another window than ssta.masks.
 _BLOCK_SPARSE_ATTN = ("block_sparse_attn_func", "block_streaming_attn_func")
 _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "flex_block_attn": {

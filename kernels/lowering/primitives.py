@@ -159,6 +159,19 @@ def finish_softmax(acc, row_max, row_sum):
 
 
 @triton.jit
+def part_weights(lse, lse_max):
+    """The weight of a part in a merge of partial results whose largest lse is ``lse_max``; 0 where the part is empty."""
+    return tl.exp(lse - tl.where(lse_max == float("-inf"), 0.0, lse_max))
+
+
+@triton.jit
+def merged_lse(lse_max, total):
+    """(what the parts' weighted sum is divided by, lse) of merged parts, ``total`` the sum of their weights."""
+    divisor = tl.where(total == 0, 1.0, total)
+    return divisor, tl.where(total == 0, float("-inf"), lse_max + tl.log(divisor))
+
+
+@triton.jit
 def lse_in_base_2(lse):
     """For a backward, whose weights are exp2(score - this): +inf for empty rows, so that their weights are 0 as they must be."""
     return tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
@@ -172,6 +185,12 @@ def ordered(scores):
     scores = tl.where(scores == 0, 0.0, tl.where(scores == scores, scores, float("-inf")))
     bits = scores.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def tanh(x):
+    # exp2 of a large x is inf, and 2 / inf is 0: both ends come out as they should.
+    return 1.0 - 2.0 / (tl.exp2(x * (2 * _LOG2E)) + 1.0)
 
 
 @triton.jit

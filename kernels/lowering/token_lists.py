@@ -1,4 +1,4 @@
-"""The lists of query tokens by key blocks, from ids, without asking how long the longest list is."""
+"""The lists of query tokens by key blocks, from masks and from ids, and the way back, without asking how long the longest list is."""
 
 from __future__ import annotations
 
@@ -10,8 +10,62 @@ from torch import Tensor
 from ..operators import operator
 from .quick_launch import FUSED
 
+# Mask entries read at once by one program.
+SEGMENT = 256
 # Lists of ids that one program goes through, of up to 32 ids each.
 LISTS = 32
+
+
+@triton.jit
+def _lists_kernel(mask, ids, counts, full, cu_seqlens, mask_batch, mask_head, mask_row, mask_item, heads, rows, items, tokens, block_size,
+                  ROWS_ARE_TOKENS: tl.constexpr, SEGMENT: tl.constexpr):
+    """The items of a row whose entry is True, ascending. A row is a token and its items blocks, or the other way round.
+
+    Of a token's blocks its own, which it sees up to itself, stands at the back.
+    """
+    row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(cu_seqlens + batch)
+    size = tl.minimum(tl.load(cu_seqlens + batch + 1), tokens) - start
+    if ROWS_ARE_TOKENS:
+        if row >= size:
+            return
+        first, last, base = 0, tl.minimum(items, row // block_size), 0
+        out_row = (start + row).to(tl.int64) * heads + head
+    else:
+        # A block is seen by the tokens from its own first one on.
+        first, last, base = row * block_size, tl.minimum(items, size), start
+        out_row = (head * tl.num_programs(2) + batch).to(tl.int64) * rows + row
+    mask += batch.to(tl.int64) * mask_batch + head.to(tl.int64) * mask_head + row.to(tl.int64) * mask_row
+    ids += out_row * items
+    count = 0
+    for at in range(first, last, SEGMENT):
+        item = at + tl.arange(0, SEGMENT)
+        kept = tl.load(mask + item.to(tl.int64) * mask_item, mask=item < last, other=0) != 0
+        tl.store(ids + count + tl.cumsum(kept.to(tl.int32), 0) - 1, base + item, mask=kept)
+        count += tl.sum(kept.to(tl.int32), 0)
+    if ROWS_ARE_TOKENS:
+        tl.store(full + out_row, count)
+        own = row // block_size
+        if own < items:
+            if tl.load(mask + tl.cast(own, tl.int64) * mask_item) != 0:
+                tl.store(ids + items - 1, own)
+                count += 1
+    tl.store(counts + out_row, count)
+
+
+@triton.jit
+def _rows_kernel(mask, ids, counts, mask_token, mask_head, mask_item, heads, items, SEGMENT: tl.constexpr):
+    """The items of a row whose entry is True, ascending."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    mask += token * mask_token + head * mask_head
+    ids += (token * heads + head) * items
+    count = 0
+    for at in range(0, items, SEGMENT):
+        item = at + tl.arange(0, SEGMENT)
+        kept = tl.load(mask + item.to(tl.int64) * mask_item, mask=item < items, other=0) != 0
+        tl.store(ids + count + tl.cumsum(kept.to(tl.int32), 0) - 1, item, mask=kept)
+        count += tl.sum(kept.to(tl.int32), 0)
+    tl.store(counts + token * heads + head, count)
 
 
 @triton.jit
@@ -64,3 +118,45 @@ def chosen_blocks(given: Tensor, limits: Tensor | None, spans: Tensor, block_siz
     _chosen_kernel[(triton.cdiv(tokens * heads, at_once),)](
         given, limits, spans, ids, counts, full, tokens * heads, heads, capacity, block_size, LISTS=at_once, CAPACITY=padded, **FUSED)
     return ids, counts, full
+
+
+def token_blocks(mask: Tensor, cu_seqlens: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids int32 [T, H, N], counts int32 [T, H], full int32 [T, H]), as TokenLists: the blocks up to its own that each token of a causal
+    mask [B, H, L, N] keeps."""
+    batch, heads, rows, items = mask.shape
+    ids = torch.empty(tokens, heads, items, dtype=torch.int32, device=mask.device)
+    # Tokens outside every sequence have no row.
+    counts, full = torch.zeros(2, tokens, heads, dtype=torch.int32, device=mask.device)
+    _launch(mask, mask.stride(), ids, counts, full, cu_seqlens, rows, items, tokens, block_size, True)
+    return ids, counts, full
+
+
+def row_blocks(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids int32 [T, H, N], counts int32 [T, H]): the blocks that each row of a mask [T, H, N] keeps."""
+    tokens, heads, items = mask.shape
+    ids = torch.empty(tokens, heads, items, dtype=torch.int32, device=mask.device)
+    counts = torch.empty(tokens, heads, dtype=torch.int32, device=mask.device)
+    if not mask.numel():
+        return ids, counts.zero_()
+    _rows_kernel[(tokens, heads)](mask.view(torch.uint8), ids, counts, *mask.stride(), heads, items, SEGMENT=SEGMENT, **FUSED)
+    return ids, counts
+
+
+def key_tokens(mask: Tensor, cu_seqlens: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens int32 [H * B * N * L], firsts int64 [H, B * N], counts int32 [H, B * N]) of a causal mask [B, H, L, N], as KeyLists."""
+    batch, heads, items, rows = mask.shape
+    tokens = torch.empty(heads * batch * rows, items, dtype=torch.int32, device=mask.device)
+    counts = torch.empty(heads, batch * rows, dtype=torch.int32, device=mask.device)
+    b, h, item, row = mask.stride()
+    _launch(mask, (b, h, row, item), tokens, counts, None, cu_seqlens, rows, items, torch.iinfo(torch.int32).max, block_size, False)
+    firsts = torch.arange(heads * batch * rows, device=mask.device).view(heads, batch * rows) * items
+    return tokens.flatten(), firsts, counts
+
+
+def _launch(mask, strides, ids, counts, full, cu_seqlens, rows, items, tokens, block_size, rows_are_tokens) -> None:
+    if mask.numel():
+        _lists_kernel[(rows, mask.shape[1], mask.shape[0])](
+            mask.view(torch.uint8), ids, counts, full, cu_seqlens.int(), *strides, mask.shape[1], rows, items, tokens, block_size,
+            ROWS_ARE_TOKENS=rows_are_tokens, SEGMENT=SEGMENT, **FUSED)
+    else:
+        counts.zero_()

@@ -190,7 +190,8 @@ def _pieces(inverse: KeyLists) -> tuple[_Pieces, int]:
 
 
 def triton_token_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: TokenLists, scale: float,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: TokenLists, inverse: KeyLists,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv)."""
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
@@ -210,15 +211,16 @@ def triton_token_backward(
         *(lse if dlse is None else dlse).stride(), heads, tokens * heads,
         HAS_DLSE=dlse is not None, M=DELTA_ROWS, DIM=v_dim, DIM_PAD=shape["VDIM_PAD"], **FUSED)
 
-    config = token_config(group, dim, v_dim, device_limits(q.device))
-    k_tiles, v_tiles = key_tiles(k, config.block_n, shape["DIM_PAD"]), key_tiles(v, config.block_n, shape["VDIM_PAD"])
+    config = token_config(group, dim, v_dim, device_limits(q.device), lists.full is not None)
+    k_tiles = v_tiles = None
+    if lists.full is not None:
+        k_tiles, v_tiles = key_tiles(k, config.block_n, shape["DIM_PAD"]), key_tiles(v, config.block_n, shape["VDIM_PAD"])
     _dq_kernel[(tokens, kv_heads)](
         q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, lists.ids, lists.counts, lists.full, lists.spans, *strides,
         *dq.stride()[:2], kv_heads, capacity, scale * LOG2E, scale, M=config.block_m, N=config.block_n, BLOCK=lists.block_size, **shape,
         **config.options())
 
     config = token_dkv_config(dim, v_dim, lists.block_size)
-    inverse = lists.key_lists()
     parts, blocks = triton.cdiv(lists.block_size, config.block_n), len(inverse.starts)
     (pieces, number), rows = _pieces(inverse), parts * config.block_n
     dk_parts, dv_parts = (torch.empty(number * rows, size, dtype=torch.float32, device=q.device) for size in (dim, v_dim))

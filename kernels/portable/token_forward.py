@@ -1,6 +1,8 @@
 """Forward kernel for lists of one query token: the query heads of a key/value head are the rows of a tile.
 
 Blocks that the token sees wholly come as tiles of keys, through TMA where there is one; the keys of the others are gathered.
+Where tokens are few, as in decoding, several programs share a list and a second kernel merges their parts by lse (flash-decoding,
+Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -11,22 +13,40 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..device import device_limits
+from ..device import device_limits, multiprocessors
 from ..lowering.inputs import tma_ok
-from ..lowering.primitives import LOG2E, finish_softmax, gather_rows, load_rows, softmax_step
-from ..token_lists import TokenLists
-from .config import token_config
+from ..lowering.primitives import LOG2E, finish_softmax, gather_rows, load_rows, merged_lse, part_weights, softmax_step
+from ..lowering.quick_launch import FUSED
+from ..token_lists import PaddedCache, TokenLists
+from .config import token_config, token_splits
+
+
+@triton.jit
+def token_span(spans, token, pitch, cache_rows, CACHE: tl.constexpr):
+    """(origin, low, high) of a token, as TokenLists has it; CACHE is 0 for spans that are spelled out, 1 for left-padded caches, else 2."""
+    if CACHE == 0:
+        return tl.load(spans + token * 3), tl.load(spans + token * 3 + 1), tl.load(spans + token * 3 + 2)
+    else:
+        length = tl.minimum(tl.maximum(tl.load(spans + token), 0), cache_rows).to(tl.int32)
+        first = cache_rows - length if CACHE == 1 else 0
+        return token * pitch, first, first + length
 
 
 @triton.jit
 def list_parts(counts, full, at, capacity, TILED: tl.constexpr):
     """(entries at the front whose blocks are taken as tiles, further ones at the front, entries at the back)."""
-    count = tl.minimum(tl.load(counts + at), capacity)
-    number = tl.minimum(tl.load(full + at), count)
-    if TILED:
-        return number, 0, count - number
+    if counts is None:
+        return 0, capacity, 0
     else:
-        return 0, number, count - number
+        count = tl.minimum(tl.load(counts + at), capacity)
+        if full is None:
+            return 0, count, 0
+        else:
+            number = tl.minimum(tl.load(full + at), count)
+            if TILED:
+                return number, 0, count - number
+            else:
+                return 0, number, count - number
 
 
 @triton.jit
@@ -64,13 +84,19 @@ def key_tiles(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, 1, dim_pad])
 
 
-@triton.jit(do_not_specialize=["kv_heads", "capacity"])
+# Not specialised on any of these: a new batch must not compile anew, and launches are quicker. Numbers and pointers stay flat here: four
+# tuples in place of nine arguments make a launch 4 us slower on the host (21 to 26 in Triton 3.6), and decoding waits for it.
+_NUMBERS = ["tokens", "kv_heads", "capacity", "pitch", "cache_rows"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, ids, counts, full, spans, q_row, q_head, k_row, k_head, v_row, v_head,
-                    kv_heads, capacity, scale_log2, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-                    DIM: tl.constexpr, DIM_PAD: tl.constexpr, VDIM: tl.constexpr, VDIM_PAD: tl.constexpr):
-    token, kv_head = tl.program_id(0), tl.program_id(1)
+                    tokens, kv_heads, capacity, pitch, cache_rows, scale_log2,
+                    CACHE: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                    BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, VDIM: tl.constexpr, VDIM_PAD: tl.constexpr):
+    token, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at = token.to(tl.int64) * kv_heads + kv_head
-    origin, low, high = tl.load(spans + token * 3), tl.load(spans + token * 3 + 1), tl.load(spans + token * 3 + 2)
+    origin, low, high = token_span(spans, token, pitch, cache_rows, CACHE)
     TILED: tl.constexpr = BLOCK % N == 0
     tiled, front, back = list_parts(counts, full, at, capacity, TILED)
     ids += at * capacity
@@ -85,15 +111,18 @@ def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, ids, counts, full, span
     row_sum = tl.zeros([M], tl.float32)
     if TILED:
         PARTS: tl.constexpr = BLOCK // N
-        following = listed_block(ids, 0, capacity)
-        for step in range(tiled * PARTS):
+        share = tl.cdiv(tiled * PARTS, SPLITS)
+        following = listed_block(ids, split * share // PARTS, capacity)
+        for step in range(split * share, tl.minimum(split * share + share, tiled * PARTS)):
             row = origin + following * BLOCK + step % PARTS * N
             following = listed_block(ids, (step + 1) // PARTS, capacity)
             keys = load_tile(k_tiles, k, kv_head, row, k_row, N, DIM, DIM_PAD)
             weights, alpha, row_max, row_sum = softmax_step(tl.dot(queries, tl.trans(keys)), row_max, row_sum, scale_log2)
             values = load_tile(v_tiles, v, kv_head, row, v_row, N, VDIM, VDIM_PAD)
             acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None])
-    for step in range(tl.cdiv((front + back) * BLOCK, N)):
+    steps = tl.cdiv((front + back) * BLOCK, N)
+    share = tl.cdiv(steps, SPLITS)
+    for step in range(split * share, tl.minimum(split * share + share, steps)):
         rows, seen = listed_keys(ids, front, back, capacity, origin, low, high, step, N, BLOCK)
         keys = gather_rows(k, rows, k_row, seen, DIM, DIM_PAD)
         scores = tl.where(seen[None, :], tl.dot(queries, tl.trans(keys)), float("-inf"))
@@ -102,16 +131,35 @@ def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, ids, counts, full, span
         acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None])
 
     acc, row_lse = finish_softmax(acc, row_max, row_sum)
-    # Rows of out and of lse: [tokens, query heads].
-    places = token.to(tl.int64) * (kv_heads * GROUP) + heads
+    # Rows of out and of lse: [splits, tokens, query heads].
+    places = (split.to(tl.int64) * tokens + token) * (kv_heads * GROUP) + heads
     dims = tl.arange(0, VDIM_PAD)
     tl.store(out + places[:, None] * VDIM + dims[None, :], acc.to(out.dtype.element_ty),
              mask=(in_group < GROUP)[:, None] & (dims < VDIM)[None, :])
     tl.store(lse + places, row_lse, mask=in_group < GROUP)
 
 
-def triton_token_forward(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) as ``token_attention`` describes them."""
+@triton.jit
+def _merge_kernel(parts, part_lse, out, lse, rows, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, VDIM: tl.constexpr,
+                  VDIM_PAD: tl.constexpr):
+    """One row of out: the parts' mean weighted by exp(lse)."""
+    row = tl.program_id(0).to(tl.int64)
+    split, dims = tl.arange(0, SPLITS_PAD), tl.arange(0, VDIM_PAD)
+    at = split.to(tl.int64) * rows + row
+    row_lse = tl.load(part_lse + at, mask=split < SPLITS, other=float("-inf"))
+    row_max = tl.max(row_lse, 0)
+    weights = part_weights(row_lse, row_max)
+    divisor, merged = merged_lse(row_max, tl.sum(weights, 0))
+    x = tl.load(parts + at[:, None] * VDIM + dims[None, :], mask=(split < SPLITS)[:, None] & (dims < VDIM)[None, :], other=0.0)
+    x = tl.sum(x * weights[:, None], 0) / divisor
+    tl.store(out + row * VDIM + dims, x.to(out.dtype.element_ty), mask=dims < VDIM)
+    tl.store(lse + row, merged)
+
+
+def triton_token_forward(
+    q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float, splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) as ``token_attention`` describes them; ``splits`` overrides how many programs share a list."""
     tokens, heads, dim = q.shape
     kv_heads, v_dim = k.shape[1], v.shape[2]
     out = torch.empty(tokens, heads, v_dim, dtype=q.dtype, device=q.device)
@@ -119,11 +167,25 @@ def triton_token_forward(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, sca
     capacity = lists.ids.shape[2]
     if q.numel() == 0 or k.numel() == 0 or capacity == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    config = token_config(heads // kv_heads, dim, v_dim, device_limits(q.device))
+    config = token_config(heads // kv_heads, dim, v_dim, device_limits(q.device), lists.full is not None)
+    if splits is None:
+        splits = token_splits(tokens * kv_heads, -(-capacity * lists.block_size // config.block_n), multiprocessors(q.device))
+    parts, part_lse = out, lse
+    if splits > 1:
+        parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(splits, *lse.shape, dtype=torch.float32, device=q.device)
     dim_pad, v_dim_pad = (max(triton.next_power_of_2(size), 16) for size in (dim, v_dim))
-    _forward_kernel[(tokens, kv_heads)](
-        q, k, v, key_tiles(k, config.block_n, dim_pad), key_tiles(v, config.block_n, v_dim_pad), out, lse, lists.ids, lists.counts,
-        lists.full, lists.spans, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], kv_heads, capacity, scale * LOG2E,
-        GROUP=heads // kv_heads, M=config.block_m, N=config.block_n, BLOCK=lists.block_size, DIM=dim, DIM_PAD=dim_pad, VDIM=v_dim,
-        VDIM_PAD=v_dim_pad, **config.options())
+    k_tiles = v_tiles = None
+    if lists.full is not None:
+        k_tiles, v_tiles = key_tiles(k, config.block_n, dim_pad), key_tiles(v, config.block_n, v_dim_pad)
+    cache, kind = (lists.cache, 1 if lists.cache.left else 2) if lists.cache else (PaddedCache(0, 0, False), 0)
+    _forward_kernel[(tokens, kv_heads, splits)](
+        q, k, v, k_tiles, v_tiles, parts, part_lse, lists.ids, lists.counts, lists.full, lists.spans,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], tokens, kv_heads, capacity, cache.pitch, cache.capacity, scale * LOG2E,
+        CACHE=kind, SPLITS=splits, GROUP=heads // kv_heads, M=config.block_m, N=config.block_n,
+        BLOCK=lists.block_size, DIM=dim, DIM_PAD=dim_pad, VDIM=v_dim, VDIM_PAD=v_dim_pad,
+        **config.options())
+    if splits > 1:
+        _merge_kernel[(tokens * heads,)](parts, part_lse, out, lse, tokens * heads, SPLITS=splits,
+                                         SPLITS_PAD=triton.next_power_of_2(splits), VDIM=v_dim, VDIM_PAD=v_dim_pad, **FUSED)
     return out, lse

@@ -424,7 +424,7 @@ def test_tokens_are_checked_and_measured(script, tmp_path, monkeypatch):
     bench_tokens = script("bench_tokens")
     bench_tokens.main(["--tokens", "128", "--rounds", "1", "--csv", "tokens"])
     rows = {row["what"]: row for row in read_rows(tmp_path / "tokens.csv")}
-    assert {"selected blocks, forward", "selected blocks, backward", "compressed branch, forward", "selection"} <= set(rows)
+    assert {"selected blocks, forward", "selected blocks, backward", "seer 1-D, backward", "selection", "copy"} <= set(rows)
     assert all(float(row["median_ms"]) > 0 and float(row["rate"]) > 0 for row in rows.values())
 
     right = bench_tokens.selected_attention

@@ -227,3 +227,15 @@ def test_refuses(changes, error, message):
     arguments = dict(q=torch.randn(1, 32, 4, 16), k=torch.randn(1, 8, 2, 16), TK=32, lse=None, block_counts=3, block_size=4)
     with pytest.raises(error, match=message):
         parallel_nsa_topk(**(arguments | changes))
+
+
+def test_forward_under_its_own_name():
+    from ssta.kernels.interfaces import parallel_nsa_fwd
+
+    q, k, v, cu_seqlens, _ = case("the last of packed", "cpu", torch.float32)
+    indices = torch.randint(-1, 4, (*q.shape[:2], 2, 3))
+    wanted = selected_attention(q, k, v, indices, block_size=SIZE, cu_seqlens=cu_seqlens, return_lse=True)
+    for got, want in zip(parallel_nsa_fwd(q, k, v, indices, 3, SIZE, None, *cu_seqlens), wanted):
+        assert torch.equal(got, want)
+    with pytest.raises(ValueError, match="cu_seqlens_q and cu_seqlens_k must be given together"):
+        parallel_nsa_fwd(q, k, v, indices, 3, SIZE, None, cu_seqlens[0])

@@ -1,11 +1,12 @@
 """flex-block-attn's interface: against dense float64, in every ratio of blocks, and called as its users call it."""
 
+import numpy as np
 import pytest
 import torch
 from cases import spread
 from interface_oracle import EVERYWHERE, assert_exact, dense, with_gradients
 
-from ssta.kernels.interfaces import flex_block_attn_func
+from ssta.kernels.interfaces import create_sparse_mask, flex_block_attn_func
 
 
 def tokens_of(mask, q_block, kv_block):
@@ -40,12 +41,25 @@ def test_against_float64(device, dtype, form, blocks, heads):
 
 def test_as_the_readme_calls_it():
     query, key, value = (torch.randn(1, 2, 384, 32, requires_grad=True) for _ in range(3))
-    block_mask = (torch.arange(6)[:, None] - torch.arange(6)).abs() < 2
-    output = flex_block_attn_func(query, key, value, 64, 64, block_mask)
+    block_size, selected_blocks = 64, [(i, j) for i in range(6) for j in range(6) if abs(i - j) < 2]
+    block_mask = create_sparse_mask(query, block_size, selected_blocks)
+    output = flex_block_attn_func(query, key, value, block_size, block_size, block_mask)
     output.backward(torch.ones_like(output))
     exact, _ = dense(query.double(), key.double(), value.double(), tokens_of(block_mask, 64, 64)[None, None])
     torch.testing.assert_close(output.double(), exact, atol=1e-5, rtol=1e-5)
     assert all(x.grad.isfinite().all() for x in (query, key, value))
+
+
+def test_sparse_mask_is_what_was_selected():
+    query = torch.zeros(1, 1, 330, 8)
+    pairs = [(0, 0), (2, 4), (4, 1), (2, 4)]
+    mask = create_sparse_mask(query, 64, pairs)
+    assert mask.shape == (5, 5) and mask.dtype == torch.bool
+    assert [tuple(x) for x in mask.nonzero().tolist()] == sorted(set(pairs))
+    assert not create_sparse_mask(query, 64, []).any()
+    assert torch.equal(create_sparse_mask(query, 64, mask.nonzero()), mask)
+    assert torch.equal(create_sparse_mask(query, 64, [*map(tuple, mask.nonzero())]), mask)
+    assert torch.equal(create_sparse_mask(query, np.int64(64), mask.nonzero().numpy()), mask)
 
 
 @pytest.mark.parametrize("changes, error, message", [
@@ -61,6 +75,25 @@ def test_refuses(changes, error, message):
     arguments = dict(q=x, k=x, v=x, q_block_size=64, kv_block_size=64, block_mask=torch.ones(2, 2, dtype=torch.bool))
     with pytest.raises(error, match=message):
         flex_block_attn_func(**(arguments | changes))
+
+
+@pytest.mark.parametrize("arguments, error, message", [
+    ((torch.zeros(4, 8), 2, []), ValueError, "Q must be a tensor"),
+    ((torch.zeros(1, 1, 4, 8), 0, []), ValueError, "block_size must be at least 1, got 0"),
+    ((torch.zeros(1, 1, 4, 8), 2, [(0, 1), (1, 2)]), ValueError, r"selected_blocks must lie in 2 x 2 blocks, got \(1, 2\)"),
+    ((torch.zeros(1, 1, 4, 8), 2, None), TypeError, "selected_blocks must be pairs .*, got NoneType"),
+    ((torch.zeros(1, 1, 4, 8), 2, "01"), TypeError, "selected_blocks must be pairs .*, got str"),
+    ((torch.zeros(1, 1, 4, 8), 2, [0, 1]), TypeError, r"selected_blocks\[0\] must be a pair .*, got 0"),
+    ((torch.zeros(1, 1, 4, 8), 2, ["01"]), TypeError, r"selected_blocks\[0\] must be a pair"),
+    ((torch.zeros(1, 1, 4, 8), 2, [(0, 1), (0, 1, 1)]), ValueError, r"selected_blocks\[1\] must be a pair .*, got 3 entries"),
+    ((torch.zeros(1, 1, 4, 8), 2, [(0, 1.0)]), TypeError, r"selected_blocks\[0\]\[1\] must be an int, got 1.0"),
+    ((torch.zeros(1, 1, 4, 8), 2, [(0, -1)]), ValueError, r"selected_blocks\[0\]\[1\] must be at least 0, got -1"),
+    ((torch.zeros(1, 1, 4, 8), 2, torch.zeros(2, 3, dtype=torch.int64)), ValueError, r"selected_blocks must be \[n, 2\] as a tensor"),
+    ((torch.zeros(1, 1, 4, 8), 2, torch.zeros(2, 2)), TypeError, "selected_blocks must be pairs of ints, got a tensor of torch.float32"),
+])
+def test_sparse_mask_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        create_sparse_mask(*arguments)
 
 
 def test_a_shared_mask_with_the_axis_of_heads_twice():

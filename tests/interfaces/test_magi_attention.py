@@ -1,11 +1,11 @@
-"""MagiAttention's interface: against dense float64 for every row of its tuning table, and heads packed into rows."""
+"""MagiAttention's interface: against dense float64 for every row of its tuning table, and what its options do."""
 
 import pytest
 import torch
 from cases import spread
 from interface_oracle import EVERYWHERE, assert_exact, dense, with_gradients
 
-from ssta.kernels.interfaces import block_sparse_attn
+from ssta.kernels.interfaces import SparseArgs, block_sparse_attn
 
 # (q_block_size, k_block_size, query tokens, key tokens)
 SIZES = [(1, 64, 9, 256), (8, 64, 40, 256), (16, 64, 50, 200), (64, 64, 192, 256), (128, 128, 256, 300), (384, 384, 500, 768),
@@ -39,8 +39,8 @@ def as_dense(attend):
 
 
 @pytest.mark.parametrize("device, dtype", EVERYWHERE)
-@pytest.mark.parametrize("sizes, heads", spread(SIZES, [(2, 2), (4, 2), (8, 1)]))
-def test_against_float64(device, dtype, sizes, heads):
+@pytest.mark.parametrize("sizes, heads, pack", spread(SIZES, [(2, 2), (4, 2), (8, 1)], [None, True, False]))
+def test_against_float64(device, dtype, sizes, heads, pack):
     q_block, k_block, q_len, kv_len = sizes
     q, k, v = inputs(q_len, kv_len, *heads, device, dtype)
     nq, nk = -(-q_len // q_block), -(-kv_len // k_block)
@@ -50,7 +50,7 @@ def test_against_float64(device, dtype, sizes, heads):
     weights = torch.randn_like(q), torch.randn(q.shape[:2], device=device)
 
     def attend(*x):
-        out, lse = block_sparse_attn(*x, q_block, k_block, indices)
+        out, lse = block_sparse_attn(*x, q_block, k_block, indices, sparse_args=SparseArgs(pack_gqa=pack))
         assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         return out, lse
 
@@ -75,8 +75,30 @@ def test_packing_is_what_the_kernel_sees(monkeypatch):
     indices = torch.zeros(2, 6, 1, dtype=torch.int32)
     block_sparse_attn(q, k, v, 1, 64, indices)
     assert seen == dict(shape=(1, 2, 48, 32), block=8)
+    block_sparse_attn(q, k, v, 1, 64, indices, sparse_args=SparseArgs(pack_gqa=False))
+    assert seen == dict(shape=(1, 16, 6, 32), block=1)
     block_sparse_attn(q, k, v, 128, 64, indices[:, :1])
     assert seen == dict(shape=(1, 16, 6, 32), block=128), "long blocks fill a program by themselves"
+
+
+@pytest.mark.parametrize("options, error, message", [
+    (dict(swap_ab=True), ValueError, "swap_ab must be False or None"),
+    (dict(swap_ab=1), TypeError, "swap_ab must be a bool or None, got int"),
+    (dict(tile_shape=(128, 64)), ValueError, "tile_shape must be None"),
+    (dict(sparse_load=True), ValueError, "sparse_load must be False or None: key blocks of 64 are loaded as tiles"),
+])
+def test_options_that_are_refused(options, error, message):
+    q, k, v = inputs(8, 64, 2, 1, "cpu", torch.float32)
+    with pytest.raises(error, match=message):
+        block_sparse_attn(q, k, v, 8, 64, torch.zeros(1, 1, 1, dtype=torch.int32), sparse_args=SparseArgs(**options))
+
+
+def test_sparse_load_is_how_short_blocks_are_read():
+    q, k, v = inputs(8, 64, 2, 1, "cpu", torch.float32)
+    indices = torch.zeros(1, 1, 1, dtype=torch.int32)
+    block_sparse_attn(q, k, v, 8, 1, indices, sparse_args=SparseArgs(sparse_load=True, swap_ab=False))
+    with pytest.raises(ValueError, match="sparse_load must be True or None: key blocks of 1 are gathered one by one, got False"):
+        block_sparse_attn(q, k, v, 8, 1, indices, sparse_args=SparseArgs(sparse_load=False))
 
 
 def test_ids_of_64_bits_that_name_no_block_are_absent():
@@ -97,6 +119,7 @@ def test_ids_of_64_bits_that_name_no_block_are_absent():
     (dict(topk_indices=torch.zeros(2, 1, 1)), TypeError, "topk_indices must be int32 or int64, got torch.float32"),
     (dict(topk_indices=torch.zeros(4, 1, 1, dtype=torch.int32)), ValueError, r"\[key/value heads, query blocks, topk\] = \[2, 1, any\]"),
     (dict(topk_indices=torch.zeros(2, 1, 1, dtype=torch.int32, device="meta")), ValueError, "topk_indices must be on cpu"),
+    (dict(sparse_args=dict(pack_gqa=True)), TypeError, "sparse_args must be SparseArgs, got dict"),
 ])
 def test_refuses(changes, error, message):
     q, k, v = inputs(8, 64, 4, 2, "cpu", torch.float32)

@@ -1,4 +1,4 @@
-"""Native sparse attention under fla's names: against float64 by loops, and what is promised beyond upstream."""
+"""Native sparse attention under fla's and tilelang's names: against float64 by loops, and what is promised beyond upstream."""
 
 from functools import partial
 
@@ -8,6 +8,7 @@ from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from token_oracle import INTERPRETED, assert_as_exact_as_torch, dense, everywhere
 
 from ssta.kernels.interfaces import parallel_nsa, selected_attention
+from ssta.kernels.interfaces.native_sparse_attention.selected import native_sparse_attention
 
 
 def inputs(batch, tokens, heads, kv_heads, dim, v_dim, device, dtype=torch.float16, kv_tokens=None):
@@ -16,7 +17,7 @@ def inputs(batch, tokens, heads, kv_heads, dim, v_dim, device, dtype=torch.float
     return make(batch, tokens, heads, dim), make(batch, kv_tokens, kv_heads, dim), make(batch, kv_tokens, kv_heads, v_dim)
 
 
-def visible_keys(indices, counts, block_size, heads, kv_tokens, bounds=None):
+def visible_keys(indices, counts, block_size, heads, kv_tokens, bounds=None, whole_blocks=False):
     """bool [Hq, B * T, B * Tk] by loops over the definition; ``bounds`` are the (start, end) of sequences in a batch of one."""
     batch, tokens, kv_heads, slots = indices.shape
     visible = torch.zeros(heads, batch * tokens, batch * kv_tokens, dtype=torch.bool)
@@ -29,7 +30,7 @@ def visible_keys(indices, counts, block_size, heads, kv_tokens, bounds=None):
                 for slot in range(min(limit, slots)):
                     block = int(indices[b, t, h, slot])
                     for key in range(max(block, 0) * block_size, min((block + 1) * block_size, end - start)) if block >= 0 else ():
-                        if key <= place:
+                        if key <= place or whole_blocks and block * block_size <= place:
                             group = heads // kv_heads
                             visible[h * group:(h + 1) * group, b * tokens + t, b * kv_tokens + start + key] = True
     return visible
@@ -66,9 +67,9 @@ def flat(attention):
     return run
 
 
-def check(attention, qkv, visible, scale):
+def check(attention, qkv, visible, scale, with_lse=True):
     shapes = [x.shape[:2] for x in qkv]
-    assert_as_exact_as_torch(partial(flat(attention), shapes), *(x.flatten(0, 1) for x in qkv), visible.to(qkv[0].device), scale, True)
+    assert_as_exact_as_torch(partial(flat(attention), shapes), *(x.flatten(0, 1) for x in qkv), visible.to(qkv[0].device), scale, with_lse)
 
 
 @everywhere
@@ -134,6 +135,32 @@ def test_window_and_gates(device, impl, window, monkeypatch):
 
 
 @everywhere
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.slow
+def test_factory(device, impl, is_causal):
+    """As tilelang's own example calls it: T as padding, sorted, int32."""
+    batch, tokens, kv_heads, heads, dim, slots, block_size = 2, 24, 1, 16, 32, 1, 8
+    kernel = native_sparse_attention(batch=batch, heads=heads, seq_len=tokens, dim=dim, is_causal=is_causal, block_size=block_size,
+                                     groups=heads // kv_heads, selected_blocks=slots, scale=0.1)
+    q, k, v = inputs(batch, tokens, heads, kv_heads, dim, dim, device)
+    indices = torch.full((batch, tokens, kv_heads, slots), tokens)
+    for b in range(batch):
+        for t in range(tokens):
+            chosen = torch.randperm(max(1, t // block_size + 1))[:slots]
+            indices[b, t, 0, :len(chosen)] = chosen
+    visible = visible_keys(indices, None, block_size, heads, tokens, whole_blocks=not is_causal)
+    attend = partial(kernel, BlockIndices=indices.int().to(device), impl=impl)
+    check(attend, (q, k, v), visible, 0.1, with_lse=False)
+    # As its decode example does: the last token alone.
+    last = kernel(q[:, -1:], k, v, indices[:, -1:].int().to(device), impl=impl)
+    torch.testing.assert_close(last, attend(q, k, v)[:, -1:], atol=2e-3, rtol=2e-3)
+    # As its examples do since its kernels take their sizes from the tensors.
+    at_once = native_sparse_attention(q, k, v, indices.int().to(device), dim=dim, is_causal=is_causal, block_size=block_size,
+                                      groups=heads // kv_heads, selected_blocks=slots, scale=0.1, impl=impl)
+    assert torch.equal(at_once, attend(q, k, v))
+
+
+@everywhere
 def test_everything_selected_is_causal_attention(device, impl):
     q, k, v = inputs(1, 20, 4, 2, 16, 16, device)
     indices = torch.arange(4, device=device).flip(0).expand(1, 20, 2, 4)
@@ -189,6 +216,27 @@ def _grads(q, k, v, indices, impl):
 
 
 @everywhere
+def test_splits_change_nothing(device, impl):
+    """A list shared by several programs, as few tokens on a large GPU have it."""
+    if impl != "triton":
+        return
+    from ssta.kernels.portable.token_forward import triton_token_forward
+    from ssta.kernels.token_lists import Packed, lists_from_ids
+
+    q, k, v = (x[0] for x in inputs(1, 3, 4, 2, 16, 16, device, kv_tokens=300))
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (3, 300))
+    packed = Packed(cu_q, cu_k, 3, 300)
+    ids = torch.randint(-1, 40, (3, 2, 24), device=device)
+    ids[1] = -1
+    lists = lists_from_ids(ids, None, packed, packed.spans(), 8, impl)
+    out, lse = triton_token_forward(q, k, v, lists, 0.25, splits=1)
+    for splits in (2, 4, 8):
+        for a, b in zip(triton_token_forward(q, k, v, lists, 0.25, splits=splits), (out, lse)):
+            torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-3)
+    assert (out[1] == 0).all() and (lse[1] == float("-inf")).all()
+
+
+@everywhere
 def test_long_lists_are_split(device, impl, monkeypatch):
     """All tokens look at the first block, as at an attention sink, so that its list is split into pieces and others are not."""
     if impl != "triton":
@@ -240,7 +288,7 @@ def test_operator_registration():
     cu = torch.tensor([0, 12], dtype=torch.int32)
     packed = Packed(cu, cu, 12, 12)
     lists = lists_from_ids(torch.randint(-1, 3, (12, 2, 2)), None, packed, packed.spans(), 4, "torch")
-    torch.library.opcheck(_forward, (q, k, v, lists.ids, lists.counts, lists.spans, None, cu, cu, 4, 0.25, "torch"))
+    torch.library.opcheck(_forward, (q, k, v, lists.ids, lists.counts, lists.spans, *(None,) * 7, 4, 0.25, "torch"))
 
 
 @pytest.mark.gpu

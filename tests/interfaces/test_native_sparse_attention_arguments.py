@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from ssta.kernels.interfaces import parallel_nsa, selected_attention
+from ssta.kernels.interfaces.native_sparse_attention import native_sparse_attention
 
 
 def inputs(batch=1, tokens=8, dtype=torch.float16):
@@ -42,6 +43,23 @@ def call(**changes):
 def test_refuses_before_any_kernel_runs(changes, error, message):
     with pytest.raises(error, match=message):
         call(**changes)
+
+
+def test_factory_refuses():
+    with pytest.raises(ValueError, match="heads must be a multiple of groups = 3, got 4"):
+        native_sparse_attention(1, 4, 8, 16, True, groups=3)
+    with pytest.raises(TypeError, match="is_causal must be a bool, got int"):
+        native_sparse_attention(1, 4, 8, 16, 1)
+    kernel = native_sparse_attention(1, 4, 8, 16, True, groups=2, selected_blocks=3)
+    q, k, v = inputs(tokens=9)
+    with pytest.raises(ValueError, match=r"Q must be the size that it was made for = \[1, 8, 4, 16\], got shape \(1, 9, 4, 16\)"):
+        kernel(q, k, v, torch.zeros(1, 9, 2, 3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"BlockIndices must be the size that it was made for = \[1, 9, 2, 2\], got shape \(1, 9, 2, 3\)"):
+        native_sparse_attention(q, k, v, torch.zeros(1, 9, 2, 3, dtype=torch.int32), dim=16, groups=2, selected_blocks=2)
+
+
+    with pytest.raises(ValueError, match="dim must be the head dimension of Q, 16, got 17"):
+        native_sparse_attention(q, k, v, torch.zeros(1, 9, 2, 3, dtype=torch.int32), dim=17, groups=2, selected_blocks=3)
 
 
 def test_return_lse_must_be_a_bool():

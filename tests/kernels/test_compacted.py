@@ -1,4 +1,4 @@
-"""Listed keys that are compacted in memory before they are attended to, in parts of any size."""
+"""Listed keys that are compacted in memory before they are attended to: in parts of any size, and just where that is said."""
 
 from functools import partial
 
@@ -23,10 +23,18 @@ def lists(shape, items, q_block, kv_block, device):
     return BlockLists.from_mask(kept, q_block, kv_block)
 
 
+@pytest.fixture
+def everything_compacted(monkeypatch):
+    monkeypatch.setattr(routing, "COMPACTED_ROWS", 1)
+    routing._decide.cache_clear()
+    yield
+    routing._decide.cache_clear()
+
+
 @pytest.mark.parametrize("device, impl", DEVICES)
 @pytest.mark.parametrize("list_heads, parts, kv_block", [(1, "few", 1), (2, "one", 5), (2, "many", 1), (4, "few", 5), (4, "many", 1)])
 @pytest.mark.slow
-def test_against_float64_in_parts(device, impl, list_heads, parts, kv_block, monkeypatch):
+def test_against_float64_in_parts(device, impl, list_heads, parts, kv_block, monkeypatch, everything_compacted):
     from ssta.kernels.portable import compacted
 
     # A list of one head, of all heads of some blocks, of everything.
@@ -39,7 +47,7 @@ def test_against_float64_in_parts(device, impl, list_heads, parts, kv_block, mon
 
 
 @pytest.mark.parametrize("device, impl", DEVICES)
-def test_ids_out_of_range_are_absent(device, impl):
+def test_ids_out_of_range_are_absent(device, impl, everything_compacted):
     indices = torch.tensor([[-1, 7, 3, 99], [50, -5, 60, 1 << 30]], device=device)
     q, k, v = inputs(1, 2, 1, 32, 20, 16 if device == "cpu" else 64, device)
     out, lse = block_sparse_attention(q, k, v, BlockLists.from_topk(indices, 16, 2), return_lse=True, impl=impl)
@@ -50,7 +58,7 @@ def test_ids_out_of_range_are_absent(device, impl):
 
 
 @pytest.mark.parametrize("device, impl", DEVICES)
-def test_same_bits_twice_and_nothing_from_keys_that_are_not_listed(device, impl):
+def test_same_bits_twice_and_nothing_from_keys_that_are_not_listed(device, impl, everything_compacted):
     blocks = lists((1, 2, 3), 40, 16, 1, device)
     q, k, v = (x.requires_grad_() for x in inputs(1, 4, 2, 48, 40, 16 if device == "cpu" else 64, device))
     dout = torch.randn_like(q)
@@ -71,11 +79,15 @@ def test_same_bits_twice_and_nothing_from_keys_that_are_not_listed(device, impl)
 
 
 def test_which_lists_are_compacted():
-    def asked(kv_block=1, causal=False, **fields):
-        blocks = lists((1, 2, 3), 8, 64, kv_block, "cpu")
-        blocks = BlockLists(blocks.counts, blocks.indices, 64, kv_block, num_kv_blocks=8, **fields)
+    def asked(q_block=64, kv_block=1, list_heads=2, heads=16, causal=False, backward=False, **fields):
+        blocks = lists((1, list_heads, 3), 8, q_block, kv_block, "cpu")
+        blocks = BlockLists(blocks.counts, blocks.indices, q_block, kv_block, num_kv_blocks=8, **fields)
         where = routing.Where("cuda", (9, 0), False, torch.float16, 64)
-        return routing.Problem(where, 16, 2, causal, routing.PatternFacts.of(blocks)).compacts
+        problem = routing.Problem(where, heads, 2, causal, routing.PatternFacts.of(blocks))
+        return problem.compacts(backward)
 
-    assert asked() and asked(kv_block=15)
-    assert not asked(kv_block=16) and not asked(causal=True) and not asked(kv_lengths=torch.zeros(8, dtype=torch.int32))
+    assert asked() and asked(list_heads=1) and asked(kv_block=15), "512 rows share a list"
+    assert not asked(q_block=63) and not asked(list_heads=16), "rows are too few for the copies to pay"
+    assert asked(q_block=1, backward=True), "gradients of single keys have no other good way"
+    assert not asked(kv_block=16) and not asked(causal=True) and not asked(causal=True, backward=True)
+    assert not asked(kv_lengths=torch.zeros(8, dtype=torch.int32))

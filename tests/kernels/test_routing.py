@@ -8,7 +8,7 @@ from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention, choos
 from ssta.kernels.routing import LONG_BLOCKS, TABLE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-SHORT_KEYS = PatternFacts(384, 1, 9, True)
+SHORT_KEYS = PatternFacts(384, 1, 9, 2, True)
 
 
 @pytest.fixture(params=[(8, 0), (9, 0), (10, 0), (12, 0), None], ids=["sm80", "sm90", "sm100", "sm120", "amd"])
@@ -34,7 +34,7 @@ def test_auto_follows_device_dtype_and_shape(capability):
     short = LONG_BLOCKS._replace(max_q_length=63), LONG_BLOCKS._replace(max_q_length=127)
     found = [name("auto", GPU, torch.float16, 64, facts, causal=facts is short[1]) for facts in short]
     assert found == ["triton"] * 2, "short query blocks"
-    assert name("auto", GPU, torch.float16, 64, SHORT_KEYS._replace(uniform=False)) == "triton", "such key blocks are half-empty tiles"
+    assert name("auto", GPU, torch.float16, 64, SHORT_KEYS._replace(uniform=False)) == "triton", "short key blocks are gathered"
     assert name("auto", GPU, torch.float16, 80) == "triton"
     assert name("auto", GPU, torch.float32, 128) == "torch"
     assert name("auto", GPU, torch.float16, 512) == "torch"
@@ -73,9 +73,9 @@ def test_how_short_keys_are_read(monkeypatch):
     assert keys(LONG_BLOCKS) == ("hopper", "tiles", "hopper", "tiles")
     assert keys(LONG_BLOCKS._replace(max_kv_length=64)) == ("hopper", "tiles", "triton", "tiles")
     assert keys(SHORT_KEYS) == ("hopper", "compacted", "hopper", "compacted")
-    assert keys(SHORT_KEYS, causal=True) == ("triton", "tiles", "triton", "tiles")
-    assert keys(SHORT_KEYS._replace(max_q_length=16)) == ("triton", "compacted", "triton", "compacted")
-    assert keys(SHORT_KEYS._replace(uniform=False)) == ("triton", "tiles", "triton", "tiles")
+    assert keys(SHORT_KEYS, causal=True) == ("triton", "gathered", "triton", "tiles")
+    assert keys(SHORT_KEYS._replace(max_q_length=16)) == ("triton", "gathered", "triton", "compacted")
+    assert keys(SHORT_KEYS._replace(uniform=False)) == ("triton", "gathered", "triton", "tiles")
 
 
 def test_what_a_route_needs(monkeypatch):
@@ -108,7 +108,7 @@ def test_an_explicit_choice_that_cannot_run_raises(impl, device, dtype, dim, mes
 def test_every_row_names_functions_that_exist():
     pytest.importorskip("triton")
     for row in TABLE:
-        for path in (row.forward, row.backward):
+        for path in filter(None, (row.forward, row.backward, row.gathered)):
             for keys in ("tiles", "compacted") if row.triton else ("tiles",):
                 assert callable(routing.Pass(row.name, keys, path).load())
 

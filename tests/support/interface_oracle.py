@@ -10,10 +10,12 @@ EVERYWHERE = [pytest.param("cpu", torch.float64, id="cpu"),
 FACTOR = 2.0
 
 
-def dense(q, k, v, visible, scale=None):
+def dense(q, k, v, visible, scale=None, soft_cap=0.0):
     """(out, lse) of [B, H, S, D] under a bool mask [B|1, H|1, Sq, Skv], in q's dtype."""
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(~visible, float("-inf"))
     empty = ~visible.any(-1, keepdim=True).expand(*scores.shape[:-1], 1)
     weights = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)

@@ -88,6 +88,17 @@ def attend(dim: int, dtype: torch.dtype, q_block: int, kv_block: int, causal: bo
     differentiate(*given, *([deterministic] if hopper else []))
 
 
+def gather(dim: int, limited: bool) -> None:
+    from ssta.kernels import BlockLists
+    from ssta.kernels.portable.gathered import ElementMask, gathered_forward
+
+    blocks = BlockLists.from_mask(torch.ones(1, 2, 2, 48, dtype=torch.bool), 128, 1)
+    q = torch.zeros(1, 2, 256, dim, dtype=torch.bfloat16)
+    k, v = (torch.zeros(1, 2, 48, dim, dtype=torch.bfloat16) for _ in range(2))
+    mask = ElementMask(mask=torch.ones(96, 128, 1, dtype=torch.bool), first_entry=torch.tensor([0, 48]).int()) if limited else None
+    gathered_forward(q, k, v, blocks, 1.0, False, mask)
+
+
 def attend_to_tokens(dim: int, group: int, block: int) -> None:
     from ssta.kernels.portable.token_backward import triton_token_backward
     from ssta.kernels.portable.token_forward import triton_token_forward
@@ -97,9 +108,9 @@ def attend_to_tokens(dim: int, group: int, block: int) -> None:
     offsets = torch.tensor([0, 256], dtype=torch.int32)
     packed = Packed(offsets, offsets, 256, 256)
     ids = torch.zeros(256, 2, 8, dtype=torch.int32)
-    lists = lists_from_ids(ids, None, packed, packed.spans(), block, "triton")
-    triton_token_forward(q, k, k, lists, 1.0)
-    triton_token_backward(q, None, q, k, k, q, torch.zeros(256, 2 * group), lists, 1.0)
+    tiled, plain = (lists_from_ids(ids, None, packed, packed.spans(), block, impl) for impl in ("triton", "torch"))
+    triton_token_forward(q, k, k, tiled, 1.0)
+    triton_token_backward(q, None, q, k, k, q, torch.zeros(256, 2 * group), tiled, plain.invert(), 1.0)
 
 
 def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> None:
@@ -145,7 +156,7 @@ def hold(dim: int, dtype: torch.dtype, hopper: bool = False) -> None:
 
 AMD = ("gfx942", "gfx950")
 FORWARD, BACKWARD = r"portable\.forward\._forward_", r"portable\.backward\._d(q|kv)_"
-TOKENS = r"portable\.token_(forward|backward)\._(forward|dq|dkv)_"
+GATHERED, TOKENS = r"portable\.gathered\._", r"portable\.token_(forward|backward)\._(forward|dq|dkv)_"
 TAIL, HOPPER_TAIL, HELD = r"portable\.tail_", r"hopper\.tail_", r"portable\.(coded|held)"
 HOPPER_FORWARD, HOPPER_BACKWARD = r"hopper\.forward\.", r"hopper\.backward\."
 
@@ -180,6 +191,10 @@ def portable_cases() -> dict[str, Case]:
             found[f"portable {'backward' if backward else 'forward'} {rows}x{keys} D={dim} bf16{' causal' * causal}"] = Case(
                 every, partial(attend, dim, torch.bfloat16, rows, keys, causal, backward), kernels, Allowed(), assembled=False,
                 usual=(90, 100) if rows == 512 and dim == 128 and backward and causal else ())
+    for dim, limited in product((64, 128, 256), (False, True)):
+        found[f"portable gathered D={dim} bf16{' limited' * limited}"] = Case(
+            every, partial(gather, dim, limited), GATHERED, Allowed() if limited else Allowed(first=16, copies=2),
+            usual={64: (), 128: (80, 120), 256: (89,)}[dim], asked=(120,))
     for dim, group in product((64, 128, 256), (16, 128)):
         found[f"portable tokens D={dim} bf16 group={group}"] = Case(
             every, partial(attend_to_tokens, dim, group, 64), TOKENS, Allowed(first=24),
@@ -254,6 +269,7 @@ def amd_cases() -> dict[str, Case]:
             AMD, partial(attend, dim, torch.bfloat16, 384, 384, False, backward), BACKWARD if backward else FORWARD, Allowed(),
             usual={64: ("gfx950",), 128: ("gfx942",), 256: ()}[dim])
         if not backward:
+            found[f"amd gathered D={dim} bf16"] = Case(AMD, partial(gather, dim, False), GATHERED, Allowed(), usual=())
             found[f"amd tokens D={dim} bf16"] = Case(AMD, partial(attend_to_tokens, dim, 16, 64), TOKENS, Allowed(), usual=())
             found[f"amd tail D={dim} bf16"] = Case(AMD, partial(estimate, dim, torch.bfloat16, 2), TAIL, Allowed(), usual=())
     return found

@@ -77,8 +77,8 @@ FAULTS = (
           "        step.add_to_keys(dv, weights[..., :-1, :].mT @ step_dout[..., :-1, :])\n", AGAINST_FLOAT64),
 
     # Merging parts
-    Fault("hopper: lse of merged parts", "kernels/hopper/forward_merge.py",
-          "row_max + tl.log(divisor))\n", "row_max + tl.log(divisor) * 0.99)\n", (PARTS,)),
+    Fault("hopper: lse of merged parts", "kernels/lowering/primitives.py",
+          "lse_max + tl.log(divisor))\n", "lse_max + tl.log(divisor) * 0.99)\n", (PARTS,)),
     Fault("hopper: a part of a merge counts twice", "kernels/hopper/forward_merge.py",
           "        row_sum += weights\n", "        row_sum += weights * (1 + (part == 0))\n", (PARTS,)),
     Fault("torch: a merge measures from the first part", "kernels/merge.py",

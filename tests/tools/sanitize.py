@@ -38,7 +38,7 @@ from triton.experimental.gluon import language as gl
 from ssta import SSTAConfig, TokenLayout, ssta_3d_attention, ssta_attention
 from ssta.kernels import BlockLists, block_sparse_attention
 from ssta.kernels.backend import Where, choose
-from ssta.kernels.interfaces import parallel_nsa
+from ssta.kernels.interfaces import attn_pooling, block_sparse_flash_decode_gqa_indice, parallel_nsa
 from ssta.kernels.interfaces.native_sparse_attention.selected import selected_attention
 
 TOOLS = {"memcheck": ["--tool", "memcheck"], "racecheck": ["--tool", "racecheck", "--racecheck-report", "hazard"]}
@@ -130,6 +130,16 @@ def selection() -> None:
     parallel_nsa(q, k, v, g_cmp=gate, g_slc=gate, block_counts=3, block_size=16, cu_seqlens=offsets).float().sum().backward()
 
 
+def decode() -> None:
+    q, cache = make(2, 8, 64), make(2, 2, 300, 2, 64)
+    ids = torch.rand(2, 2, 19, device="cuda").topk(7).indices.int()
+    block_sparse_flash_decode_gqa_indice(q, *cache, torch.tensor([290, 37], device="cuda"), 300, 7, ids, 16)
+
+
+def pooling() -> None:
+    attn_pooling(make(60, 4, 64), make(60, 2, 64), torch.tensor([0, 37, 60], device="cuda").int(), 37, 0.1, 16)
+
+
 def store_beyond() -> None:
     """Into the bytes between a tensor and the next multiple of 512, where no other tensor is."""
     _store_kernel[(1,)](torch.zeros(100, device="cuda", dtype=torch.int32), 100, 16)
@@ -176,6 +186,8 @@ FAMILIES = {
     "estimate, triton, halves": partial(estimate, "triton", 64, 2),
     "token lists": token_lists,
     "selection": selection,
+    "decode": decode,
+    "pooling": pooling,
 }
 # For each tool, what it must find in what.
 PLANTED = {

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...attention import block_sparse_attention
 from ...checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, require_number
 from ...token_lists import Packed
+from ..packed import packed_blocks
 from .patterns import BLOCK, Sequences, masked
 
 
@@ -78,7 +79,7 @@ def block_sparse_attn_func(
     kept = masked(head_mask_type, base_blockmask) | (head_mask_type == 0)[:, None, None]
     if streaming_info is not None:
         kept = torch.where((head_mask_type < 0)[:, None, None], sequences.near(streaming_info, is_causal), kept)
-    blocks = sequences.lists(kept.expand(batch, heads, rows, columns))
+    blocks = packed_blocks(kept.expand(batch, heads, rows, columns), sequences.q_cut(), sequences.kv_cut(), BLOCK)
 
     # Under a causal mask one diagonal is right for all sequences where queries lie beside their keys.
     moved = is_causal and (cu_seqlens_q is not cu_seqlens_k or len(q) != len(k)) and bool(q.numel() and k.numel())

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...blocks import BlockLists
 from ...token_lists import Packed
+from ..packed import Cut
 
 # Tokens of a block, of queries and of keys.
 BLOCK = 128
@@ -41,35 +41,30 @@ class Sequences(NamedTuple):
         row = self.first[sequence] + position
         return row.clamp(0, packed.k_tokens - 1), inside & (row >= packed.cu_k[sequence])
 
-    def lists(self, kept: Tensor) -> BlockLists:
-        """The blocks that a bool mask ``[B, H, rows, columns]`` keeps of each sequence, sequence after sequence: ``[1, H, B * rows]``."""
-        lists = BlockLists.from_mask(kept, BLOCK, BLOCK)
-        before = self._numbers(len(kept))[:, None, None, None] * self.columns
-        counts, indices = (x.transpose(0, 1).flatten(1, 2)[None] for x in (lists.counts, lists.indices + before))
-        (q_offsets, q_lengths), (kv_offsets, kv_lengths) = (
-            self._blocks(*axis) for axis in ((self.first, self.bounds, self.rows), (self.keys[:-1], self.keys, self.columns)))
-        return BlockLists(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, max_q_length=BLOCK, max_kv_length=BLOCK)
+    def q_cut(self) -> Cut:
+        """The query blocks, which begin anew in each sequence."""
+        return Cut.of(self.first, self.bounds, BLOCK, self.rows)
+
+    def kv_cut(self) -> Cut:
+        """The key blocks."""
+        return Cut.of(self.keys[:-1], self.keys, BLOCK, self.columns)
 
     def near(self, streaming_info: Tensor, causal: bool) -> Tensor:
         """bool ``[B, H, rows, columns]``: the first and the last blocks that a query block sees, as many of both as ``streaming_info``
         ``[H, 2]`` says. Without a causal mask it sees the whole sequence."""
         sink, local = streaming_info.T[:, None, :, None, None]
-        column, last = self._numbers(self.columns), self.keys.diff()[:, None, None, None]
+        column, last = self._blocks(self.columns), self.keys.diff()[:, None, None, None]
         if causal:
-            # One more than the key beside the last query of each block.
-            last = ((self.first - self.keys[:-1])[:, None] + (self._numbers(self.rows) + 1) * BLOCK)[:, None, :, None]
+            last = self._queries() + BLOCK
         seen = -(-last // BLOCK)
         return (column < sink) | (column < seen) & (column >= seen - local)
 
-    def _blocks(self, first: Tensor, bounds: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """(offsets int32 ``[B * number + 1]``, lengths int32 ``[B * number]``) of so many blocks of each sequence, from ``first [B]`` on;
-        what lies outside of its ``bounds [B + 1]`` is cut."""
-        begins = first[:, None] + self._numbers(number) * BLOCK
-        starts, ends = (x.clamp(bounds[:-1, None], bounds[1:, None]) for x in (begins, begins + BLOCK))
-        return torch.cat([starts.flatten(), ends[-1:, -1]]), (ends - starts).flatten()
-
-    def _numbers(self, number: int) -> Tensor:
+    def _blocks(self, number: int) -> Tensor:
         return torch.arange(number, dtype=torch.int32, device=self.keys.device)
+
+    def _queries(self) -> Tensor:
+        """int32 ``[B, 1, rows, 1]``: which of its sequence's keys stands beside the first query of each block, under a causal mask."""
+        return ((self.first - self.keys[:-1])[:, None] + self._blocks(self.rows) * BLOCK)[:, None, :, None]
 
 
 def masked(head_mask_type: Tensor, base_blockmask: Tensor | None) -> Tensor:

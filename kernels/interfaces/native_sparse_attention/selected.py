@@ -1,12 +1,13 @@
-"""Native sparse attention (Yuan et al. 2025): every token attends to the key blocks selected for it.
+"""Native sparse attention (Yuan et al. 2025): every token attends to the key blocks selected for it, with the names of fla and tilelang.
 
-``selected_attention`` is the selected branch itself, and ``parallel_nsa`` fla's function. The compressed branch and the selection are in
-compressed.py.
+``selected_attention`` is the selected branch itself, ``parallel_nsa`` fla's function, and ``native_sparse_attention`` tilelang's kernel.
+The compressed branch and the selection are in compressed.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,10 +17,32 @@ from .compressed import DIMS, attend_to_blocks, block_means, packed_sequences, p
 
 # Keys that the window branch takes as one block.
 WINDOW_BLOCK = 64
-# Blocks that a token selects where nothing else is asked for; fla's default.
+# Blocks that a token selects where nothing else is asked for; fla's default, and tilelang's.
 SELECTED_BLOCKS = 16
 # Dtypes of gates with which no result is wider than float32.
 GATES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@overload
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None = ..., block_size: int = ...,
+    scale: float | None = ..., cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = ..., *, return_lse: Literal[False] = ...,
+    impl: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None = ..., block_size: int = ...,
+    scale: float | None = ..., cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = ..., *, return_lse: Literal[True], impl: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None = ..., block_size: int = ...,
+    scale: float | None = ..., cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = ..., *, return_lse: bool, impl: str = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def selected_attention(
@@ -48,7 +71,7 @@ def selected_attention(
 
     Differentiable in q, k and v; bitwise deterministic: the same bits for the same inputs. Never waits for the device (synchronises).
 
-    Differs from fla on purpose: a token that selects nothing gives 0 and lse = -inf, not NaN; an index that is listed twice
+    Differs from fla and tilelang on purpose: a token that selects nothing gives 0 and lse = -inf, not NaN; an index that is listed twice
     counts once, forward and backward; no block is read past the end of the keys; an int block_counts is honoured; groups of any size.
 
     Raises:
@@ -114,7 +137,7 @@ def parallel_nsa(
             counts = SELECTED_BLOCKS if block_counts is None else block_counts
             block_indices, block_counts = parallel_nsa_topk(q, keys, lse=None if lse is None else lse.detach(), block_counts=counts,
                                                             **blocks), None
-    out = selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, return_lse=True, impl=impl)[0]
+    out = selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl=impl)
     if g_slc is not None:
         out = out * g_slc[..., None]
     if compressed is not None and g_cmp is not None:
@@ -123,6 +146,117 @@ def parallel_nsa(
         near = _window_attention(q, k, v, window_size, cu_seqlens, impl)
         out = out + (near if g_swa is None else near * g_swa[..., None])
     return out
+
+
+def parallel_nsa_fwd(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None, block_size: int, scale: float | None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, token_indices_q: Tensor | None = None, *, impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """fla's forward alone, ``fla.ops.nsa.parallel.parallel_nsa_fwd``: ``selected_attention`` with the log-sum-exp.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: the two of ``cu_seqlens``, or None.
+        token_indices_q: upstream's table of every token's sequence and place; both follow from cu_seqlens_q here, so it is not read.
+        The others, and the result: as in ``selected_attention``, whose gradient this has too.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    cu_seqlens = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        cu_seqlens = cu_seqlens_q, cu_seqlens_k
+    elif cu_seqlens_q is not None or cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together, got one of them")
+    return selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, return_lse=True, impl=impl)
+
+
+@overload
+def native_sparse_attention(
+    batch: int, heads: int, seq_len: int, dim: int, is_causal: bool = True, scale: float | None = None, block_size: int = 64,
+    groups: int = 1, selected_blocks: int = 16,
+) -> NativeSparseAttention: ...
+
+
+@overload
+def native_sparse_attention(
+    Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, dim: int, is_causal: bool = True, scale: float | None = None,
+    block_size: int = 64, groups: int = 1, selected_blocks: int = 16,
+) -> Tensor: ...
+
+
+def native_sparse_attention(*problem, **options):
+    """tilelang's kernel, in both forms that its examples have had: a factory of the callable for one problem size, or the attention of
+    tensors at once.
+
+    Args:
+        batch, seq_len: B and T of the tensors. Q and BlockIndices may also have one token, the last one of a sequence of T, as in
+            tilelang's decode example.
+        heads: query heads; ``groups`` of them share a key/value head.
+        Q, K, V, BlockIndices: the tensors, in place of batch, heads and seq_len.
+        dim: head dimension.
+        is_causal: False lets a token see the whole of a selected block that begins at or before it, as tilelang's kernel does.
+        scale: factor on the scores; default 1 / sqrt(dim).
+        block_size: tokens of a block.
+        selected_blocks: S of the block indices.
+
+    Returns:
+        From sizes a callable ``(Q [B, T, heads, dim], K and V [B, T, heads / groups, dim], BlockIndices int [B, T, heads / groups, S]) ->
+        Output``; from tensors the output.
+
+    Differs from tilelang on purpose: nothing is compiled for the sizes, so making one costs nothing; it is differentiable; bfloat16 works
+    too; and what ``selected_attention`` says, with the bound check that the kernel it replaces was missing.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    with_tensors = "Q" in options or problem and isinstance(problem[0], Tensor)
+    return (_attend_tensors if with_tensors else NativeSparseAttention)(*problem, **options)
+
+
+def _attend_tensors(Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, dim: int, is_causal: bool = True, scale: float | None = None,
+                    block_size: int = 64, groups: int = 1, selected_blocks: int = 16, *, impl: str = "auto") -> Tensor:
+    q, k, v = check_token_inputs(Q, K, V, dims=DIMS, key_name="K", value_name="V")
+    if require_int("dim", dim, 1) != q.shape[3]:
+        raise ValueError(f"dim must be the head dimension of Q, {q.shape[3]}, got {dim}")
+    kernel = NativeSparseAttention(q.shape[0], q.shape[2], k.shape[1], dim, is_causal, scale, block_size, groups, selected_blocks)
+    return kernel(q, k, v, BlockIndices, impl=impl)
+
+
+@dataclass(frozen=True)
+class NativeSparseAttention:
+    """What ``native_sparse_attention`` returns: selected-blocks attention for tensors of one size."""
+
+    batch: int
+    heads: int
+    seq_len: int
+    dim: int
+    is_causal: bool = True
+    scale: float | None = None
+    block_size: int = 64
+    groups: int = 1
+    selected_blocks: int = SELECTED_BLOCKS
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "seq_len", "dim", "block_size", "groups", "selected_blocks"):
+            object.__setattr__(self, name, require_int(name, getattr(self, name), 1))
+        require_bool("is_causal", self.is_causal)
+        if self.heads % self.groups:
+            raise ValueError(f"heads must be a multiple of groups = {self.groups}, got {self.heads}")
+
+    def __call__(self, Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, *, impl: str = "auto") -> Tensor:
+        """Output in Q's shape and dtype; shapes as ``native_sparse_attention`` says, ValueError for others."""
+        q, k, v = check_token_inputs(Q, K, V, dims=DIMS, key_name="K", value_name="V")
+        kv_heads = self.heads // self.groups
+        tokens = 1 if q.shape[1] == 1 else self.seq_len
+        for name, x, dtypes, *shape in (
+                ("Q", q, (q.dtype,), tokens, self.heads, self.dim),
+                ("K", k, (q.dtype,), self.seq_len, kv_heads, self.dim),
+                ("V", v, (q.dtype,), self.seq_len, kv_heads, self.dim),
+                ("BlockIndices", BlockIndices, INTEGERS, tokens, kv_heads, self.selected_blocks)):
+            check_tensor(name, x, dtypes, (self.batch, *shape), "the size that it was made for", q.device)
+        packed = packed_sequences(q, k, k.shape[1], None)
+        spans = packed.spans(whole_blocks_of=1 if self.is_causal else self.block_size)
+        return attend_to_blocks(q, k, v, BlockIndices.flatten(0, 1), None, packed, spans, self.block_size, self.scale, impl)[0]
 
 
 def _window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None, impl: str
