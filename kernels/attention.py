@@ -194,7 +194,7 @@ def _planned(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, 
 
     def write(plan: Plan, xs: Sequence[Any], _: Sequence[Any]) -> None:
         q, k, v, *lists = xs
-        plan.results += route.run(q, k, v, BlockLists.from_fields(*lists, *others), scale, causal)
+        plan.results += route.run(q, k, v, BlockLists.trusted(*lists, *others), scale, causal)
 
     planned = Plans(write).planned((q, k, v, blocks.counts, blocks.indices), ())
     # Constants hold nothing yet where a capture makes them; none is known to come of blocks of one size.

@@ -305,9 +305,17 @@ class BlockLists:
                 self.max_kv_length)
 
     @classmethod
-    def from_fields(cls, counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length, *,
-                    known: dict | None = None) -> BlockLists:
-        """The BlockLists on which ``to_fields`` was called, not checked again; with what is ``known`` of them, if anything."""
+    def from_fields(cls, counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
+                    max_kv_length) -> BlockLists:
+        """The BlockLists on which ``to_fields`` was called; torch.compile can follow it."""
+        q_offsets = max_q_length if q_offsets is None else q_offsets
+        kv_offsets = max_kv_length if kv_offsets is None else kv_offsets
+        return cls(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
+
+    @classmethod
+    def trusted(cls, counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length, *,
+                known: dict | None = None) -> BlockLists:
+        """``from_fields`` without its checks, and with what is ``known`` of the lists: for every call of a plan or a backward."""
         new = object.__new__(cls)
         vars(new).update(
             known or {}, counts=counts, indices=indices, q_offsets=max_q_length if q_offsets is None else q_offsets,

@@ -50,7 +50,7 @@ class RecordedAttention(torch.autograd.Function):
         if watched(dout, q, k, v) or dlse is not None and watched(dlse):
             grads = _backward(dout, dlse, q, k, v, out, lse, *pattern, *ctx.sizes, *ctx.options, ctx.route.name)
             return *grads, *(None,) * 5
-        blocks = BlockLists.from_fields(*pattern, *ctx.sizes, known=ctx.known)
+        blocks = BlockLists.trusted(*pattern, *ctx.sizes, known=ctx.known)
         with on_device(q):
             return *ctx.route.run_backward(dout, dlse, q, k, v, out, lse, blocks, *ctx.options), *(None,) * 5
 
