@@ -8,7 +8,8 @@ if __name__ != "kernels.interfaces":
 
     _MODULES = {
         "flex_block_attn": ("create_sparse_mask", "flex_block_attn_func"),
-        "mit_block_sparse_attn": ("block_sparse_attn_func", "block_streaming_attn_func", "pad_input", "unpad_input"),
+        "mit_block_sparse_attn": ("block_sparse_attn_func", "block_streaming_attn_func", "pad_input", "token_streaming_attn_func",
+                                  "unpad_input"),
         "magi_attention": ("SparseArgs", "block_sparse_attn"),
         "flashinfer": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"),
         "seer_attention": ("attn_pooling", "attn_pooling_qk_varlen", "attn_pooling_qkv_varlen", "block_1d_gqa_sparse_attn_varlen_func",

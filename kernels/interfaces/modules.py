@@ -13,7 +13,7 @@ from ..checks import require_bool
 
 # Package -> its modules -> what is in them of ours: what programs import. Of flex-block-attn that is the one function that its released
 # package exports; the masks of its first commits had other arguments and another window than ssta.masks.
-_BLOCK_SPARSE_ATTN = ("block_sparse_attn_func", "block_streaming_attn_func")
+_BLOCK_SPARSE_ATTN = ("block_sparse_attn_func", "block_streaming_attn_func", "token_streaming_attn_func")
 _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "flex_block_attn": {
         "flex_block_attn": ("flex_block_attn_func",),
@@ -37,8 +37,8 @@ def install(name: str, *, replace: bool = False) -> ExitStack:
 
     Args:
         name: "flex_block_attn", with ``flex_block_attn_func`` and the module ``flex_block_attn_interface``; or "block_sparse_attn", with
-            ``block_sparse_attn_func`` and ``block_streaming_attn_func``, the module ``block_sparse_attn_interface`` and the module
-            ``bert_padding`` with ``pad_input`` and ``unpad_input``.
+            ``block_sparse_attn_func``, ``block_streaming_attn_func`` and ``token_streaming_attn_func``, the module
+            ``block_sparse_attn_interface`` and the module ``bert_padding`` with ``pad_input`` and ``unpad_input``.
         replace: stand in for a package of that name that is installed or imported, until ``uninstall``. Without it, such a package is
             never hidden.
 

@@ -7,7 +7,14 @@ import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from interface_oracle import EVERYWHERE, assert_exact, dense, with_gradients
 
-from ssta.kernels.interfaces import block_sparse_attn_func, block_streaming_attn_func, install, pad_input, unpad_input
+from ssta.kernels.interfaces import (
+    block_sparse_attn_func,
+    block_streaming_attn_func,
+    install,
+    pad_input,
+    token_streaming_attn_func,
+    unpad_input,
+)
 
 BLOCK = 128
 # (queries, keys) of packed sequences: fewer, more and as many queries, without keys, without queries.
@@ -32,7 +39,7 @@ def streamed_blocks(row, q_len, k_len, sink, local, causal):
     return {*range(sink), *range(max(past - local, 0), past)}
 
 
-def visible(lengths, kinds, info, mask, causal):
+def visible(lengths, kinds, info, mask, causal, exact=False):
     """bool [H, Tq, Tk], one sequence and head after the other."""
     seen = torch.zeros(len(kinds), sum(q for q, _ in lengths), sum(k for _, k in lengths), dtype=torch.bool)
     q_at = k_at = 0
@@ -43,6 +50,8 @@ def visible(lengths, kinds, info, mask, causal):
             sink, local = info[2 * h:2 * h + 2]
             if kind > 0:
                 kept = mask[b, kinds[:h].count(1)][query // BLOCK, key // BLOCK]
+            elif kind < 0 and exact:
+                kept = (key < sink) | (key > last - local)
             elif kind < 0:
                 kept = torch.zeros(-(-q_len // BLOCK), -(-k_len // BLOCK), dtype=torch.bool)
                 for row, blocks in enumerate(kept):
@@ -59,7 +68,7 @@ def visible(lengths, kinds, info, mask, causal):
 class Case:
     """Packed inputs with more tokens behind the last sequence, and what is seen of them."""
 
-    def __init__(self, device, dtype, info, *, causal, lengths=LENGTHS, kinds=KINDS):
+    def __init__(self, device, dtype, info, *, causal, exact=False, lengths=LENGTHS, kinds=KINDS):
         self.lengths = lengths
         q_lengths, k_lengths = zip(*lengths)
         self.inputs = [torch.randn(sum(own) + 7, heads, 64, device=device, dtype=dtype)
@@ -69,8 +78,9 @@ class Case:
         mask[0, :, 0] = False
         self.options = dict(cu_seqlens_q=offsets(q_lengths, device), cu_seqlens_k=offsets(k_lengths, device),
                             head_mask_type=ints(kinds, device), streaming_info=ints(info, device), base_blockmask=mask.to(device),
-                            max_seqlen_q_=self.longest[0], max_seqlen_k_=self.longest[1], p_dropout=0.0, is_causal=causal)
-        seen = visible(lengths, kinds, info, mask, causal)
+                            max_seqlen_q_=self.longest[0], max_seqlen_k_=self.longest[1], p_dropout=0.0, is_causal=causal,
+                            exact_streaming=exact)
+        seen = visible(lengths, kinds, info, mask, causal, exact)
         self.seen = torch.nn.functional.pad(seen, (0, 7, 0, 7)).to(device)
 
     def attend(self, *inputs, **changes):
@@ -98,6 +108,18 @@ def test_every_kind_of_head(device, dtype, causal):
         (case.attend, dtype), (case.truth, dtype), (case.truth, torch.float64))))
 
 
+@pytest.mark.parametrize("device, dtype", EVERYWHERE)
+@pytest.mark.parametrize("sink, local", [(70, 150), (0, 1), (128, 128), (70, 20), (300, 20)])
+def test_streaming_by_tokens(device, dtype, sink, local):
+    case = Case(device, dtype, [sink, local] * 6, causal=True, exact=True)
+    results = [[x.detach() for x in f(*(x.to(t) for x in case.inputs))] for f, t in (
+        (case.attend, dtype), (case.truth, dtype), (case.truth, torch.float64))]
+    assert_exact(*results)
+    leaf = case.inputs[0].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="exact_streaming has no gradient"):
+        case.attend(leaf, *case.inputs[1:])[0].sum().backward()
+
+
 def test_one_tensor_of_offsets_is_no_copy_and_changes_nothing():
     case = Case("cpu", torch.float64, [1, 1] * 6, causal=True, lengths=((200, 200), (130, 130)))
     out, _ = case.attend(*case.inputs)
@@ -119,14 +141,15 @@ def test_numbers_counted_up_beforehand():
     assert not nothing[:, :2].any() and torch.equal(nothing[:, 2], out[:, 2]) and nothing[:, 3].any()
 
 
-def test_the_streaming_function():
+def test_the_streaming_functions():
     case = Case("cpu", torch.float64, [1, 1, 1, 2, 0, 1, 1, 0], causal=True, kinds=[0, -1, -1, 0])
     names = ("cu_seqlens_q", "cu_seqlens_k", "head_mask_type", "streaming_info", "max_seqlen_q_", "max_seqlen_k_")
     arguments = [*case.inputs, *(case.options[name] for name in names)]
     assert torch.equal(block_streaming_attn_func(*arguments, 0.0), case.attend(*case.inputs)[0])
     assert torch.equal(block_streaming_attn_func(*arguments, 0.0, is_causal=False), case.attend(*case.inputs, is_causal=False)[0])
-    scaled = block_streaming_attn_func(*arguments, 0.0, softmax_scale=0.5, return_attn_probs=True)
-    assert len(scaled) == 3 and torch.equal(scaled[0], case.attend(*case.inputs, softmax_scale=0.5)[0])
+    assert torch.equal(token_streaming_attn_func(*arguments), case.attend(*case.inputs, exact_streaming=True)[0])
+    scaled = token_streaming_attn_func(*arguments, softmax_scale=0.5, return_attn_probs=True)
+    assert len(scaled) == 3 and torch.equal(scaled[0], case.attend(*case.inputs, exact_streaming=True, softmax_scale=0.5)[0])
 
 
 def windows(x, heads):
@@ -201,8 +224,8 @@ def test_bert_padding():
     (dict(max_seqlen_k_=2.5), TypeError, "max_seqlen_k_ must be an int"),
     (dict(is_causal=1), TypeError, "is_causal must be a bool, got int"),
     (dict(softmax_scale=-1.0), ValueError, "scale must be positive"),
-    (dict(exact_streaming=True), ValueError, "exact_streaming must be False, because sinks and windows are counted in blocks, got True"),
-    (dict(exact_streaming=0), TypeError, "exact_streaming must be a bool, got int"),
+    (dict(exact_streaming=True), ValueError, "exact_streaming must be False unless .* got is_causal=False and streaming_info given"),
+    (dict(exact_streaming=True, is_causal=True, streaming_info=None), ValueError, "exact_streaming .* streaming_info None"),
 ])
 def test_refuses(changes, error, message):
     arguments = dict(q=torch.zeros(200, 2, 64), k=torch.zeros(300, 1, 64), v=torch.zeros(300, 1, 64), cu_seqlens_q=ints([0, 200], "cpu"),
@@ -213,7 +236,7 @@ def test_refuses(changes, error, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True])
-def test_never_waits_and_fits_a_cuda_graph(causal):
-    case = Case("cuda", torch.bfloat16, [1, 2] * 6, causal=causal)
+@pytest.mark.parametrize("causal, exact", [(False, False), (True, False), (True, True)])
+def test_never_waits_and_fits_a_cuda_graph(causal, exact):
+    case = Case("cuda", torch.bfloat16, [1, 2] * 6, causal=causal, exact=exact)
     assert_never_waits_and_fits_a_cuda_graph(lambda: block_sparse_attn_func(*case.inputs, **case.options))

@@ -216,6 +216,9 @@ FAULTS = (
     Fault("Block-Sparse-Attention: streaming heads see a block less", "kernels/interfaces/mit_block_sparse_attn/patterns.py",
           "(column >= seen - local)", "(column > seen - local)",
           ("tests/interfaces/test_mit_block_sparse_attn.py::test_every_kind_of_head",)),
+    Fault("Block-Sparse-Attention: a window's first block counts as seen wholly", "kernels/interfaces/mit_block_sparse_attn/patterns.py",
+          "(key > query_end - local)", "(key > query - local)",
+          ("tests/interfaces/test_mit_block_sparse_attn.py::test_streaming_by_tokens",)),
 
     # Trained by others
     Fault("VSA's budget counts the tiles before the video", "ssta/trained/vsa.py",

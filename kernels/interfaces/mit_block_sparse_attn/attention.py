@@ -1,4 +1,4 @@
-"""Block-Sparse-Attention's functions: every head of a packed batch is dense, block sparse by a mask, or streaming."""
+"""Block-Sparse-Attention's three functions: every head of a packed batch is dense, block sparse by a mask, or streaming."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ...attention import block_sparse_attention
-from ...checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, require_number
+from ...checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, require_number, resolve_scale
 from ...token_lists import Packed
 from ..packed import packed_blocks
 from .patterns import BLOCK, Sequences, masked
+from .token_streaming import WithoutGradient, attend_partly_seen
 
 
 def block_sparse_attn_func(
@@ -37,7 +38,8 @@ def block_sparse_attn_func(
         deterministic: as in ``block_sparse_attention``.
         softmax_scale: factor on the scores; default 1 / sqrt(D).
         is_causal: the last query of a sequence sees its last key, the one before it all but that, and so on.
-        exact_streaming: must be False: sink and local are blocks, not tokens.
+        exact_streaming: sink and local are tokens, the last one being the query's own. Needs ``is_causal`` and ``streaming_info``; no
+            gradient, as upstream: a backward raises a RuntimeError.
         return_attn_probs: also return the log-sum-exp.
 
     Returns:
@@ -50,16 +52,15 @@ def block_sparse_attn_func(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
 
-    What differs from upstream: any GPU, head dimension and dtype; no dropout; no streaming by tokens; ``base_blockmask`` may have more
-    heads than there are ones, as numbers may be counted up beforehand; empty queries are zeros also past a sequence's end. Under a causal
-    mask queries are copied to the rows of their keys and back unless ``cu_seqlens_q is cu_seqlens_k``.
+    What differs from upstream: any GPU, head dimension and dtype; no dropout; ``base_blockmask`` may have more heads than there are ones,
+    as numbers may be counted up beforehand; empty queries are zeros also past a sequence's end. Under a causal mask queries are copied to
+    the rows of their keys and back unless ``cu_seqlens_q is cu_seqlens_k``.
     """
-    for name, flag in (("deterministic", deterministic), ("is_causal", is_causal), ("return_attn_probs", return_attn_probs)):
+    for name, flag in (("deterministic", deterministic), ("is_causal", is_causal), ("exact_streaming", exact_streaming),
+                       ("return_attn_probs", return_attn_probs)):
         require_bool(name, flag)
     if require_number("p_dropout", p_dropout) != 0:
         raise ValueError(f"p_dropout must be 0, got {p_dropout}")
-    if require_bool("exact_streaming", exact_streaming):
-        raise ValueError("exact_streaming must be False, because sinks and windows are counted in blocks, got True")
     q, k, v = check_token_inputs(q, k, v)
     if v.shape != k.shape:
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
@@ -76,22 +77,46 @@ def block_sparse_attn_func(
         streaming_info = streaming_info.view(heads, 2)
 
     sequences = Sequences.of(packed, rows, columns, is_causal)
+    streaming = (head_mask_type < 0)[:, None, None]
     kept = masked(head_mask_type, base_blockmask) | (head_mask_type == 0)[:, None, None]
-    if streaming_info is not None:
-        kept = torch.where((head_mask_type < 0)[:, None, None], sequences.near(streaming_info, is_causal), kept)
+    partly = None
+    if exact_streaming:
+        if streaming_info is None or not is_causal:
+            raise ValueError(f"exact_streaming must be False unless is_causal is True and streaming_info given, got is_causal={is_causal} "
+                             f"and streaming_info {'None' if streaming_info is None else 'given'}")
+        near, partly = sequences.near_tokens(streaming_info)
+        kept, partly = torch.where(streaming, near, kept), partly & streaming
+    elif streaming_info is not None:
+        kept = torch.where(streaming, sequences.near(streaming_info, is_causal), kept)
     blocks = packed_blocks(kept.expand(batch, heads, rows, columns), sequences.q_cut(), sequences.kv_cut(), BLOCK)
 
     # Under a causal mask one diagonal is right for all sequences where queries lie beside their keys.
     moved = is_causal and (cu_seqlens_q is not cu_seqlens_k or len(q) != len(k)) and bool(q.numel() and k.numel())
     beside = q.index_select(0, sequences.queries(packed)) if moved else q
     inputs = beside.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-    out, lse = block_sparse_attention(*inputs, blocks, scale=softmax_scale, causal=is_causal, return_lse=True, deterministic=deterministic)
+    scale = resolve_scale(softmax_scale, q.shape[2])
+    out, lse = block_sparse_attention(*inputs, blocks, scale=scale, causal=is_causal, return_lse=True, deterministic=deterministic)
+    if partly is not None and streaming_info is not None:
+        out, lse = WithoutGradient.apply(*attend_partly_seen(*inputs, out, lse, sequences, partly, streaming_info, scale), *inputs)
     out, lse = out[0].transpose(0, 1), lse[0].T
     if moved:
         row, there = sequences.rows_of_queries(packed)
         out = out.index_select(0, row).masked_fill(~there[:, None, None], 0)
         lse = lse.index_select(0, row).masked_fill(~there[:, None], float("-inf"))
     return (out, _by_sequence(lse, packed, longest), q.new_empty(0)) if return_attn_probs else out
+
+
+def token_streaming_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, head_mask_type: Tensor, streaming_info: Tensor,
+    max_seqlen_q_: int, max_seqlen_k_: int, deterministic: bool = False, softmax_scale: float | None = None,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Causal ``block_sparse_attn_func`` of dense heads and streaming ones, whose sink and local are tokens; no gradient, as upstream.
+
+    Arguments, results and errors as there; ``block_sparse_attn.token_streaming_attn_func``.
+    """
+    return block_sparse_attn_func(q, k, v, cu_seqlens_q, cu_seqlens_k, head_mask_type, streaming_info, None, max_seqlen_q_, max_seqlen_k_,
+                                  0.0, deterministic, softmax_scale, True, True, return_attn_probs)
 
 
 def block_streaming_attn_func(

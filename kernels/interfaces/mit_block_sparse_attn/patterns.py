@@ -59,6 +59,16 @@ class Sequences(NamedTuple):
         seen = -(-last // BLOCK)
         return (column < sink) | (column < seen) & (column >= seen - local)
 
+    def near_tokens(self, streaming_info: Tensor) -> tuple[Tensor, Tensor]:
+        """bool ``[B, H, rows, columns]`` each: the blocks that hold the first tokens or the last ones that a causal query sees, as many of
+        both as ``streaming_info`` ``[H, 2]`` says, first those of which it sees all but the future, then those of which it sees a part."""
+        sink, local = streaming_info.T[:, None, :, None, None]
+        key, query = self._blocks(self.columns) * BLOCK, self._queries()
+        key_end, query_end = key + (BLOCK - 1), query + (BLOCK - 1)
+        seen = (key <= query_end) & ((key < sink) | (key_end > query - local))
+        whole = (key_end < sink) | (key > query_end - local)
+        return seen & whole, seen & ~whole
+
     def _blocks(self, number: int) -> Tensor:
         return torch.arange(number, dtype=torch.int32, device=self.keys.device)
 
