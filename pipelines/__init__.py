@@ -1,7 +1,7 @@
 """Where it is used: one call makes a diffusers video model attend sparsely, another brings it back.
 
 patch/ puts SSTA into a model and takes it out, schedule/ says which steps and layers stay dense, ranks/ shares a forward among GPUs,
-families/ has one file a line of models, plugs/ serves other programs, and evaluation/ measures what a configuration does to videos.
+families/ has one file a model, plugs/ serves other programs, and evaluation/ measures what a configuration does to videos.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Wan line, with SkyReels V2, and AnyFlow where it makes all frames at once: self-attention over the video alone."""
+"""Wan 2.1 and 2.2, VACE, Animate and ChronoEdit: self-attention over the video alone; all else comes in through cross-attention."""
 
 from __future__ import annotations
 
@@ -6,67 +6,20 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers import transformer_chronoedit, transformer_wan_animate
-from diffusers.models.transformers.transformer_anyflow import AnyFlowAttnProcessor
-from diffusers.models.transformers.transformer_skyreels_v2 import SkyReelsV2AttnProcessor
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..patch.branched import BranchedProcessor
 from ..patch.call import CallState
-from ..patch.canvas import from_bcfhw, from_bfchw
+from ..patch.canvas import from_bcfhw
 from ..patch.family import Family, Site, stack_sites
-from ..patch.streams import fusible
-from ..ranks.after_gather import shared_gradients
 from ..ranks.split import Split, gathered, split, split_outputs, stock_plan
 from ..schedule.schedule import Schedule
-
-
-class WanSSTAProcessor(BranchedProcessor):
-    """Attends as the self-attention of ``WanAttnProcessor`` does, to selected tiles only. q and k are normed over all heads at once."""
-
-    projections = staticmethod(fusible)
-
-    def __call__(
-        self,
-        attn: nn.Module,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """hidden_states ``[B, t*h*w, C]``; a self-attention is called without conditions."""
-        if attention_mask is not None:
-            raise ValueError(f"attention_mask must be None, got shape {tuple(attention_mask.shape)}; SSTA does not attend causally: "
-                             "call remove_ssta, or generate with a causal_block_size of 1")
-        return self.self_attention(attn, hidden_states, self.around(hidden_states.shape[1]), angles=rotary_emb, across_heads=True)
-
-
-class AnyFlowSSTAProcessor(WanSSTAProcessor):
-    """Attends as ``AnyFlowAttnProcessor`` does, to selected tiles only. Its RoPE is by complex numbers."""
-
-    norms = {**WanSSTAProcessor.norms, RMSNorm: True}
-
-    def __call__(  # type: ignore[override]
-        self,
-        attn: nn.Module,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        rotary_emb: dict[str, Tensor] | None = None,
-    ) -> Tensor:
-        """hidden_states ``[B, t*h*w, C]``; rotary_emb's "query" and "key" are the same, complex ``[1, 1, t*h*w, D / 2]``."""
-        angles = None
-        if rotary_emb is not None:
-            turns = self.rank_share(rotary_emb["query"], 2).transpose(1, 2)
-            angles = turns.real.float(), turns.imag.float()
-        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, angles)
-
+from .wan_attention import WanSSTAProcessor
 
 # The classes that diffusers has copied this one into have a processor each, which does the same.
-_STOCK = WanAttnProcessor, transformer_chronoedit.WanAttnProcessor, transformer_wan_animate.WanAttnProcessor, SkyReelsV2AttnProcessor
+_STOCK = WanAttnProcessor, transformer_chronoedit.WanAttnProcessor, transformer_wan_animate.WanAttnProcessor
 _SITES = partial(stack_sites, stack="blocks", attention="attn1", stock=_STOCK, replacement=WanSSTAProcessor)
 
 
@@ -115,13 +68,3 @@ WAN_VACE = Family("WanVACETransformer3DModel", _vace_sites, from_bcfhw, default_
 WAN_ANIMATE = Family("WanAnimateTransformer3DModel", _SITES, from_bcfhw,
                      split=Split(_PLAN, ("blocks.*.attn2", "face_adapter.*"), hooks=_face_frames))
 CHRONOEDIT = Family("ChronoEditTransformer3DModel", _SITES, from_bcfhw, split=Split(stock_plan, ("blocks.*.attn2",), stock=True))
-# Diffusion forcing modulates every token, in each block and, from a modulation that stays whole, after `norm_out`.
-_SKYREELS_PLAN = {"rope": split_outputs(4, 1), "blocks.0": {"hidden_states": split()}, "blocks.*": {"temb": split(4, 2)},
-                  "norm_out": gathered()}
-SKYREELS_V2 = Family("SkyReelsV2Transformer3DModel", _SITES, from_bcfhw, split=Split(
-    _SKYREELS_PLAN, ("blocks.*.attn2",), stock=True, hooks=partial(shared_gradients, gather="norm_out")))
-# Every token has a modulation, in each block and, from one that stays whole, after `norm_out`.
-_ANYFLOW_PLAN = {"blocks.0": {"hidden_states": split()}, "blocks.*": {"temb": split(4, 1)}, "norm_out": gathered()}
-ANYFLOW = Family("AnyFlowTransformer3DModel", partial(
-    stack_sites, stack="blocks", attention="attn1", stock=AnyFlowAttnProcessor, replacement=AnyFlowSSTAProcessor), from_bfchw,
-    split=Split(_ANYFLOW_PLAN, ("blocks.*.attn2",), hooks=partial(shared_gradients, gather="norm_out")))

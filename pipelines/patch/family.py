@@ -32,6 +32,7 @@ class Site:
 
     Raises:
         TypeError: a field of the wrong kind.
+        ValueError: an empty name.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Site:
     replacement: Callable[[Any], Any]
 
     def __post_init__(self) -> None:
-        require_kind("Site.name", self.name, "a str", isinstance(self.name, str))
+        _require_name("Site.name", self.name)
         require_kind("Site.module", self.module, f"the attention module {self.name!r}", isinstance(self.module, nn.Module))
         require_kind("Site.stock", self.stock, "a processor class or a tuple of them",
                      len(self.classes) > 0 and all([isinstance(kind, type) for kind in self.classes]))
@@ -101,6 +102,7 @@ class Family:
 
     Raises:
         TypeError: a field of the wrong kind.
+        ValueError: an empty name.
     """
 
     model: str
@@ -113,13 +115,19 @@ class Family:
     before: Callable[[nn.Module, Mapping[str, Any], tuple[int, int, int]], tuple[VideoGrid | DenseRun, ...]] | None = None
 
     def __post_init__(self) -> None:
-        require_kind("Family.model", self.model, "a str", isinstance(self.model, str))
+        _require_name("Family.model", self.model)
         for name in ("sites", "canvas", "default_config", "default_schedule"):
             require_kind(f"Family.{name}", getattr(self, name), "a function", callable(getattr(self, name)))
         require_kind("Family.before", self.before, "a function or None", self.before is None or callable(self.before))
         require_kind("Family.presets", self.presets, "a dict of functions by name", isinstance(self.presets, Mapping)
                      and all([isinstance(name, str) and callable(make) for name, make in self.presets.items()]))
         require_kind("Family.split", self.split, "a Split or None", self.split is None or isinstance(self.split, Split))
+
+
+def _require_name(argument: str, value: object) -> None:
+    require_kind(argument, value, "a str", isinstance(value, str))
+    if not value:
+        raise ValueError(f"{argument} must not be empty")
 
 
 # By the model's class name: the family, or "module:NAME", where it is until it is first needed.
@@ -142,6 +150,7 @@ def register_family(family: Family | str, place: str | None = None) -> None:
         module, _, name = place.partition(":")
         if not all(part.isidentifier() for part in (*module.split("."), name)):
             raise ValueError(f'place must be "module:NAME", such as "ssta.pipelines.families.wan:WAN", got {place!r}')
+        _require_name("family", family)
         model, entry = family, place
     elif isinstance(family, Family) and place is None:
         model, entry = family.model, family

@@ -68,7 +68,7 @@ def test_families_are_exported_by_name():
 
 
 def test_a_class_renamed_upstream_takes_its_own_family_down(monkeypatch, register):
-    models = {name: TINY[name].build(layers=1) for name in ("wan", "wan_vace", "hunyuan_video", "ltx")}
+    models = {name: TINY[name].build(layers=1) for name in ("wan", "wan_vace", "skyreels_v2", "ltx")}
     # As in a process that has used none of them.
     register.update(PLACES)
     for module in [name for name in sys.modules if name.startswith("ssta.pipelines.families.")]:
@@ -80,7 +80,7 @@ def test_a_class_renamed_upstream_takes_its_own_family_down(monkeypatch, registe
             apply_ssta(model)
     with pytest.raises(ImportError, match="SSTA's family WAN for WanTransformer3DModel"):
         assert pipelines.WAN
-    for name in ("hunyuan_video", "ltx"):
+    for name in ("skyreels_v2", "ltx"):
         apply_ssta(models[name]).remove()
     assert len(supported_models()) == len(PLACES)
 
@@ -97,6 +97,7 @@ def test_a_place_that_holds_something_else():
     (("ToyTransformer", 3), TypeError, "got str with place 3"),
     (("ToyTransformer", "toy.TOY"), ValueError, 'place must be "module:NAME", .*, got \'toy.TOY\''),
     (("ToyTransformer", ":TOY"), ValueError, 'place must be "module:NAME"'),
+    (("", "toy:TOY"), ValueError, "family must not be empty"),
     (("WanTransformer3DModel", "toy:TOY"), ValueError, "not registered yet, got 'WanTransformer3DModel'"),
 ])
 def test_what_cannot_be_registered(arguments, error, message):
@@ -212,6 +213,7 @@ def test_stack_sites():
 
 @pytest.mark.parametrize("fields, error, message", [
     ({"name": 3}, TypeError, r"Site.name must be a str, got 3 \(int\)"),
+    ({"name": ""}, ValueError, "Site.name must not be empty"),
     ({"module": "attn"}, TypeError, "Site.module must be the attention module 'attn', got 'attn'"),
     ({"stock": "ToyProcessor"}, TypeError, "Site.stock must be a processor class or a tuple of them, got 'ToyProcessor'"),
     ({"stock": (ToyProcessor, ToyProcessor())}, TypeError, "Site.stock must be a processor class"),
@@ -225,6 +227,7 @@ def test_a_site_checks_its_fields(fields, error, message):
 
 @pytest.mark.parametrize("field, value, error, message", [
     *[("model", value, TypeError, "Family.model must be a str, got") for value in (None, 3, ToyTransformer)],
+    ("model", "", ValueError, "Family.model must not be empty"),
     *[("sites", value, TypeError, "Family.sites must be a function, got") for value in (None, [])],
     *[("canvas", value, TypeError, "Family.canvas must be a function, got") for value in (None, (1, 2, 3))],
     *[("default_config", value, TypeError, "Family.default_config must be a function, got") for value in (None, SSTAConfig())],

@@ -1,0 +1,43 @@
+"""AnyFlow, all frames at once: Wan's self-attention with RoPE by complex numbers. FAR, which goes by chunks, is another model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers.transformer_anyflow import AnyFlowAttnProcessor
+from torch import Tensor, nn
+
+from ..patch.canvas import from_bfchw
+from ..patch.family import Family, stack_sites
+from ..ranks.after_gather import shared_gradients
+from ..ranks.split import Split, gathered, split
+from .wan_attention import WanSSTAProcessor
+
+
+class AnyFlowSSTAProcessor(WanSSTAProcessor):
+    """Attends as ``AnyFlowAttnProcessor`` does, to selected tiles only."""
+
+    norms = {**WanSSTAProcessor.norms, RMSNorm: True}
+
+    def __call__(  # type: ignore[override]
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: dict[str, Tensor] | None = None,
+    ) -> Tensor:
+        """hidden_states ``[B, t*h*w, C]``; rotary_emb's "query" and "key" are the same, complex ``[1, 1, t*h*w, D / 2]``."""
+        angles = None
+        if rotary_emb is not None:
+            turns = self.rank_share(rotary_emb["query"], 2).transpose(1, 2)
+            angles = turns.real.float(), turns.imag.float()
+        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, angles)
+
+
+_SITES = partial(stack_sites, stack="blocks", attention="attn1", stock=AnyFlowAttnProcessor, replacement=AnyFlowSSTAProcessor)
+# Every token has a modulation, in each block and, from one that stays whole, after `norm_out`.
+_PLAN = {"blocks.0": {"hidden_states": split()}, "blocks.*": {"temb": split(4, 1)}, "norm_out": gathered()}
+ANYFLOW = Family("AnyFlowTransformer3DModel", _SITES, from_bfchw, split=Split(
+    _PLAN, ("blocks.*.attn2",), hooks=partial(shared_gradients, gather="norm_out")))
