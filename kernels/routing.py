@@ -150,8 +150,8 @@ class Implementation:
         cannot: why it cannot run at all, or None.
         suits_not: why "auto" skips it although it could run, or None.
         gathered: the forward of key blocks too short for tiles, if it has one.
-        triton: whether its kernels are this package's own. Then its forward may write over q, and compacted keys are
-            as good as tiles to it.
+        triton: whether its kernels are this package's own. Then its forward may write over q, and compacted keys are as good as
+            tiles to it.
         deterministic: whether its backward takes that argument; others have only one order of summing, or refuse it.
         planned_backward: whether its backward over tiles of keys is a plan.
         backward_cannot: why the backward is another row's although the forward runs, or None.

@@ -136,7 +136,7 @@ def _layer(query: Tensor, key: Tensor, value: Tensor, text_mask: Tensor | None, 
     layer = prepared(of)
     fixed = layer.fixed
     selection = None if counts is None or indices is None else Selection(fixed.relisted(counts, indices, lengths), useful)
-    with on_device(query), torch.no_grad():
+    with on_device(query):
         ran = layer.run(query, key, value, text_mask, selection, apart=True)
     expected = {name: like.empty("meta") for name, like in everything(of, query, text_mask, counts).items()}
     return own_tensors(tensors(ran), expected, (

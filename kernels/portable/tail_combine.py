@@ -24,7 +24,7 @@ from .tail_groups import evenly, head_groups, mean_bytes, of_group
 # another. q, k, v and attention's result are there: MERGE_ROOM is of all that the tail holds beside them, numbers of pairs of a block and a
 # unit too, so that a layer is within 1.25 times these four.
 MERGE_ROOM, BACKWARD_ROOM = 0.84, 0.4
-# Of a cache's covariances no more counts, as such a share, of what the tail holds: they were there before the layer.
+# A cache's covariances were there before the layer: they count as what the tail holds up to this share of mean_bytes.
 CACHED_ROOM = 0.42
 # Bytes of a pair of a block and a unit: mass and h, which wait; bias and the mixture.
 KNOWN_OF_A_PAIR, MADE_OF_A_PAIR = 4, 6

@@ -250,7 +250,7 @@ _launch_bias, _launch_score, _launch_mass, _launch_useful, _launch_combine = map
 
 
 def unit_bias(plan: Plan, log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lists, useful: Tensor, parts: int,
-               bias: Tensor, left: Tensor, mixture: Tensor) -> None:
+              bias: Tensor, left: Tensor, mixture: Tensor) -> None:
     """Writes ``bias``, float32 ``[B, H, N, U]``, in base 2: what a unit's logit has beside its mean key's; ``left``, int32 ``[B, H, N]``,
     how many units a block estimates; and ``mixture``, bfloat16 with dense rows: what share a unit has of the mass of these, damped.
 
