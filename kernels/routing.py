@@ -312,7 +312,8 @@ def choose_route(
 
 def require_impl(impl: str, choices: tuple[str, ...] = IMPLEMENTATIONS) -> str:
     """``impl``, which must be one of ``choices``."""
-    if impl not in choices:
+    # Other things than strings may compare by elements, as arrays do.
+    if not isinstance(impl, str) or impl not in choices:
         raise ValueError(f"impl must be one of {', '.join(map(repr, choices))}, got {impl!r}")
     return impl
 

@@ -190,7 +190,7 @@ def ssta_attention(
         TypeError, ValueError: the argument's name, what was required and what came.
     """
     require_bool("return_blocks", return_blocks)
-    if group is None and split != "video":
+    if group is None and not (isinstance(split, str) and split == "video"):
         raise ValueError(f"split must be 'video' without a group, among whose ranks it splits, got {split!r}")
     if group is not None and kv_layout is not None:
         raise ValueError("kv_layout must be None with a group, whose ranks share out one sequence, got one of its own")

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from ..attention import attend
-from ..checks import require_share
+from ..checks import require_kind, require_share
 from ..config import SSTAConfig
 from ..cut import Cut, TiledSegment, cut_of
 from ..dense import dense_attention
 from ..kernels import Deferred, take_tokens
-from ..kernels.checks import autocast_inputs, check_tensor
+from ..kernels.checks import autocast_inputs, check_tensor, require_int
 from ..kernels.memo import remember, remember_plain
 from ..layout import Input, checked_layout, heads_by_row
 from ..result import LayerResult
@@ -75,7 +75,9 @@ def video_sparse_attention(
         TypeError, ValueError: the argument's name, what was required and what came.
     """
     video, config = TokenLayout.video_text(thw), vsa_config(sparsity, tile_thw)
-    layout = TokenLayout((*[DenseRun(length) for length in before], *video.segments)) if before else video
+    require_kind("before", before, "a sequence of ints", isinstance(before, Sequence) and not isinstance(before, (str, bytes)))
+    runs = [DenseRun(require_int(f"before[{i}]", length, 1)) for i, length in enumerate(before)]
+    layout = TokenLayout((*runs, *video.segments)) if runs else video
     return vsa_layer(query, key, value, gate, layout, config, scale=scale, deterministic=deterministic, impl=impl).out
 
 

@@ -1,5 +1,6 @@
 """FlashInfer's wrappers: what their constructors, plan and run refuse, and in which words."""
 
+import numpy as np
 import pytest
 import torch
 from flashinfer_cases import paged, small_inputs, small_plan
@@ -127,6 +128,8 @@ def test_the_loose_form_refuses(changes, error, message):
 @pytest.mark.parametrize("make, error, message", [
     (lambda: BlockSparseAttentionWrapper(None), TypeError, "float_workspace_buffer must be a tensor, got NoneType"),
     (lambda: BlockSparseAttentionWrapper(torch.empty(1), "fa4"), ValueError, "backend must be one of 'auto', 'fa2'"),
+    (lambda: BlockSparseAttentionWrapper(torch.empty(1), np.array(["auto", "fa2"])), ValueError, "backend must be one of .*, got arr"),
+    (lambda: BlockSparseAttentionWrapper(torch.empty(1), kv_layout=np.array(["NHD"] * 2)), ValueError, "kv_layout must be .*, got array"),
     (lambda: BlockSparseAttentionWrapper(torch.empty(1), kv_layout="NH"), ValueError, "kv_layout must be 'NHD' or 'HND', got 'NH'"),
     (lambda: VariableBlockSparseAttentionWrapper(torch.empty(1), kv_layout="HND").plan(None, None, None, 1, 1, 8), ValueError,
      "kv_layout must be 'NHD' without pages of a cache, got 'HND'"),

@@ -9,7 +9,22 @@ import pytest
 import torch
 from backend_rows import backend_of
 
-from ssta import DenseRun, SSTAConfig, TextMask, TokenLayout, VideoGrid, dense_attention, ssta_3d_attention, ssta_attention, tile_layout
+from ssta import (
+    DenseRun,
+    SSTAConfig,
+    TextMask,
+    TileCache,
+    TokenLayout,
+    VideoGrid,
+    dense_attention,
+    explain,
+    prepare,
+    sparse_linear_attention,
+    ssta_3d_attention,
+    ssta_attention,
+    tile_layout,
+    video_sparse_attention,
+)
 from ssta.attention import attend
 from ssta.kernels import BlockLists, block_sparse_attention
 from ssta.kernels.eager.ranking import topk_blocks
@@ -113,6 +128,70 @@ def test_dense_attention_is_the_softmax_over_valid_tokens(layout, masked):
 def test_dense_attention_refuses_what_is_no_layout():
     with pytest.raises(TypeError, match="layout must be a TokenLayout, got tuple"):
         dense_attention(*torch.zeros(3, 1, 2, 30, 4), (2, 3, 5))
+
+
+@pytest.mark.parametrize("query, error, words", [
+    ([1], TypeError, "query must be a tensor, got list"),
+    (torch.tensor(1.0), ValueError, r"query must be \[batch, heads, tokens, head_dim\]"),
+    (torch.zeros(2, 4, 20, 8), ValueError, "query must have the layout's 44 tokens, got 20")])
+def test_dense_attention_looks_at_the_query_before_the_mask(query, error, words):
+    with pytest.raises(error, match=words):
+        dense_attention(query, *torch.zeros(2, 2, 2, 44, 8), LAYOUT, MASK)
+
+
+def test_rows_of_dense_attention_come_in_the_order_that_is_asked_for():
+    q, k, v = inputs(TokenLayout((DenseRun(12),)), torch.float64)
+    q.requires_grad_()
+    layout, rows = TokenLayout((DenseRun(12),)), [(8, 2), (1, 3), (5, 0)]
+    every, some = dense_attention(q, k, v, layout).out, dense_attention(q, k, v, layout, rows=rows).out
+    expected = torch.cat([every[:, :, first:first + tokens] for first, tokens in rows], 2)
+    torch.testing.assert_close(some, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(some)
+    torch.testing.assert_close(torch.autograd.grad(some, q, weight), torch.autograd.grad(expected, q, weight), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("rows, error, words", [
+    # The gradient of a token that is there twice would be that of one of the two.
+    (((0, 3), (2, 4)), ValueError, r"rows must have each token once, got 2 twice in \(\(0, 3\), \(2, 4\)\)"),
+    (((-5, 3),), ValueError, r"rows\[0\]\[0\] must be at least 0, got -5"),
+    (((28, 3),), ValueError, "rows must lie in the layout's 30 tokens, got"),
+    (((0, 3), (2.0, 4)), TypeError, r"rows\[1\]\[0\] must be an int, got 2.0"),
+    ((), ValueError, "rows must hold at least one pair"),
+    ((0, 3), TypeError, r"rows must be a tuple of pairs \(first token, tokens\), got \(0, 3\)"),
+    (np.zeros((1, 2)), TypeError, "rows must be a tuple of pairs .*, got array.*ndarray"),
+])
+def test_rows_of_dense_attention_are_tokens_of_the_layout_each_once(rows, error, words):
+    with pytest.raises(error, match=words):
+        dense_attention(*torch.zeros(3, 1, 2, 30, 4), TokenLayout((DenseRun(30),)), rows=rows)
+
+
+CALLS = {
+    "ssta_3d_attention": lambda x, impl: ssta_3d_attention(x, x, x, (2, 3, 4), tile_thw=(2, 2, 2), impl=impl),
+    "ssta_attention": lambda x, impl: ssta_attention(x, x, x, TokenLayout.video_text((2, 3, 4)), CONFIG, impl=impl),
+    "prepare": lambda x, impl: prepare(TokenLayout.video_text((2, 3, 4)), CONFIG, like=x, impl=impl),
+    "dense_attention": lambda x, impl: dense_attention(x, x, x, TokenLayout.video_text((2, 3, 4)), impl=impl),
+    "explain": lambda x, impl: explain(x, x, (2, 3, 4), CONFIG, impl=impl),
+    "TileCache": lambda x, impl: TileCache(CONFIG, window=2, impl=impl),
+    "video_sparse_attention": lambda x, impl: video_sparse_attention(x, x, x, None, (2, 3, 4), 0.5, impl=impl),
+    "sparse_linear_attention": lambda x, impl: sparse_linear_attention(x, x, x, torch.eye(8), None, density=0.5, impl=impl),
+    "block_sparse_attention": lambda x, impl: block_sparse_attention(
+        x, x, x, BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 8, 8), impl=impl),
+}
+
+
+@pytest.mark.parametrize("impl", [np.array(["auto"]), np.array(["auto", "torch"]), torch.zeros(2), torch.zeros(1), ["auto"], None, 1],
+                         ids=lambda impl: type(impl).__name__ + str(getattr(impl, "shape", "")))
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_an_impl_that_is_no_string_is_named(call, impl):
+    with pytest.raises(ValueError, match="impl must be one of 'auto', .*got "):
+        call(torch.zeros(1, 2, 24, 8), impl)
+
+
+@pytest.mark.parametrize("split", [np.array(["video"]), np.array(["video", "all"]), torch.zeros(2), None])
+def test_a_split_that_is_no_string_is_named(split):
+    x = torch.zeros(1, 2, 24, 8)
+    with pytest.raises(ValueError, match="split must be 'video' without a group"):
+        ssta_attention(x, x, x, TokenLayout.video_text((2, 3, 4)), CONFIG, split=split)
 
 
 @pytest.mark.parametrize("sparse_type", ["sta", "ssta", "block_attn"])

@@ -59,9 +59,9 @@ class _Wrapper:
         Raises:
             TypeError, ValueError: the argument's name, what was required and what came.
         """
-        if backend not in UPSTREAM_BACKENDS + BACKENDS:
+        if not isinstance(backend, str) or backend not in UPSTREAM_BACKENDS + BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(map(repr, UPSTREAM_BACKENDS + BACKENDS))}, got {backend!r}")
-        if kv_layout not in ("NHD", "HND"):
+        if not isinstance(kv_layout, str) or kv_layout not in ("NHD", "HND"):
             raise ValueError(f"kv_layout must be 'NHD' or 'HND', got {kv_layout!r}")
         self._kv_layout = kv_layout
         self.reset_workspace_buffer(float_workspace_buffer)
