@@ -296,7 +296,10 @@ class Layer:
         dout, *held = xs
         found = self._found(planned, held)
         assert found.tape is not None, "the layer was recorded"
-        plan.results += self.backward(found.tape, dout, found.selection.blocks)
+        blocks = found.selection.blocks
+        if not self._route(self.rows.lists(blocks)).planned_backward:
+            raise Unplanned("these kernels' backward is no part of a plan")
+        plan.results += self.backward(found.tape, dout, blocks)
         self._keep_constants(plan)
 
     def backward(self, tape: Tape, dout: Tensor, blocks: BlockLists, dmeans: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor, Tensor]:
@@ -317,8 +320,6 @@ class Layer:
             dout = backend.take(dout, rows.held) if self.moves or spec.rows is not None else dout
         else:
             dout, dlse, *of_tail = self._combine_backward(tape, rows.of_tokens(backend, dout))
-        if dout.is_meta and not route.planned_backward:
-            raise Unplanned("these kernels' backward is no part of a plan")
         dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, spec.scale, False, spec.deterministic)
         dq = rows.to_slots(backend, dq)
         if of_tail is not None:
