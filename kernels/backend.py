@@ -248,8 +248,9 @@ def _load(path: str) -> Callable:
     return partial(function, **{name: _load(of) for name, of in (argument.split("=") for argument in given)})
 
 
-def take_tokens(x: Tensor, index: Tensor) -> Tensor:
-    """``Backend.take`` by whatever kernels suit x; where somebody watches or wants a gradient in plain torch, which is differentiable."""
+def take_tokens(x: Tensor, index: Tensor, impl: str = "auto") -> Tensor:
+    """The step "take" of the backend that ``impl`` stands for; where somebody watches or wants a gradient in plain torch, which is
+    differentiable."""
     if watched(x) or torch.is_grad_enabled() and x.requires_grad:
         return moves.take(x, index)
-    return choose_backend("auto", x.device, x.dtype, x.shape[3]).take(x, index)
+    return choose_backend(impl, x.device, x.dtype, x.shape[3]).take(x, index)

@@ -119,7 +119,7 @@ def vsa_layer(
         q_means, k_means, v_means = (torch.cat([of_video, *_run_means(x, cut.dense)], 2)
                                      for of_video, x in zip(result.means, (query, key, value)))
     pooled = dense_attention(q_means, k_means, v_means, TokenLayout((DenseRun(cut.num_tiles),)), scale=scale, impl=impl).out
-    exact, spread = result.out, _spread(pooled, cut)
+    exact, spread = result.out, _spread(pooled, cut, impl)
     if gate is None:
         out = exact + spread
     else:
@@ -141,26 +141,26 @@ def _run_means(x: Any, runs: Iterable[TiledSegment]) -> list[Tensor]:
     return [block_means(x.narrow(2, run.first_token, run.extent[2]), run.tile[2], wide).to(x.dtype) for run in runs]
 
 
-def _spread(x: Tensor, cut: Cut) -> Tensor:
+def _spread(x: Tensor, cut: Cut, impl: str) -> Tensor:
     """``[B, H, tiles, D]`` -> ``[B, H, S, D]``: each token has its tile's row."""
-    return _Spread.apply(x, cut) if torch.is_grad_enabled() and x.requires_grad else _to_tokens(x, cut)
+    return _Spread.apply(x, cut, impl) if torch.is_grad_enabled() and x.requires_grad else _to_tokens(x, cut, impl)
 
 
 class _Spread(torch.autograd.Function):
     """With a gradient that adds nothing atomically: the same bits every time."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cut: Cut) -> Tensor:
+    def forward(ctx, x: Tensor, cut: Cut, impl: str) -> Tensor:
         ctx.cut = cut
-        return _to_tokens(x, cut)
+        return _to_tokens(x, cut, impl)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.cat([_tile_sums(grad, segment) for segment in (*ctx.cut.video, *ctx.cut.dense)], 2), None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return torch.cat([_tile_sums(grad, segment) for segment in (*ctx.cut.video, *ctx.cut.dense)], 2), None, None
 
 
-def _to_tokens(x: Tensor, cut: Cut) -> Tensor:
-    return take_tokens(heads_by_row(x), _tile_of_token(cut.tokens, cut.tile_thw, x.device))
+def _to_tokens(x: Tensor, cut: Cut, impl: str) -> Tensor:
+    return take_tokens(heads_by_row(x), _tile_of_token(cut.tokens, cut.tile_thw, x.device), impl)
 
 
 @remember(64)

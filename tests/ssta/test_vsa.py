@@ -9,7 +9,7 @@ from vsa_oracle import video_sparse_attention as by_definition
 
 from ssta import SSTAConfig, TokenLayout, tile_layout, video_sparse_attention
 from ssta.attention import attend
-from ssta.kernels import Deferred, Projection
+from ssta.kernels import Deferred, Projection, backend
 from ssta.scoring import tile_means
 from ssta.trained.vsa import vsa_config, vsa_layer
 
@@ -154,6 +154,17 @@ def test_refuses(change, error, message):
     x = torch.zeros(1, 2, 12, 8)
     with pytest.raises(error, match=message):
         video_sparse_attention(**dict(query=x, key=x, value=x, gate=x, thw=(1, 3, 4), sparsity=0.5) | change)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_impl_reaches_the_step_that_gives_each_token_its_tiles_row(impl, monkeypatch):
+    asked, choose = [], backend.choose_backend
+    monkeypatch.setattr(backend, "choose_backend", lambda impl, *where: asked.append(impl) or choose(impl, *where))
+    for grad in (True, False):
+        x = inputs((2, 4, 4), dim=16, dtype=torch.float16)
+        with torch.set_grad_enabled(grad):
+            video_sparse_attention(*x, (2, 4, 4), 0.5, tile_thw=(1, 2, 2), impl=impl)
+    assert asked == [impl] * 2
 
 
 @pytest.mark.gpu
