@@ -16,8 +16,8 @@ from torch.library import CustomOpDef
 # Looked for, not loaded: importing the package must stay light.
 TRITON = find_spec("triton") is not None
 _NOTHING = nullcontext()
-# Of the operators: "ssta", or what the package is called where it was loaded under another name, as Hugging Face's `kernels` loads a copy
-# beside this one. No operator is then registered twice.
+# Where operators are registered: "ssta", or what the package is called where it was loaded under another name, as Hugging Face's `kernels`
+# loads a copy beside this one. No operator is then registered twice.
 NAMESPACE = __name__.partition(".")[0]
 
 

@@ -51,7 +51,7 @@ class PatternFacts(NamedTuple):
         return cls(blocks.max_q_length, blocks.max_kv_length, blocks.capacity, blocks.counts.shape[1], uniform, shared)
 
 
-# Of a pattern that nobody has described: blocks that fill every kernel's tiles.
+# A pattern that nobody has described counts as blocks that fill every kernel's tiles.
 LONG_BLOCKS = PatternFacts(2 * HOPPER_QUERY_BLOCK, 2 * HOPPER_BACKWARD_SHORT, 1, 1, True)
 
 

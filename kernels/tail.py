@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-# Of h: beyond it the estimate is damped.
+# Where h is larger, the estimate is damped.
 CAP = 1.0
-# Of h's mean weighted by mass: heads above it are not compensated.
+# Heads in which the mean of h, weighted by mass, is larger are not compensated.
 USELESS = 3.0
-# Of the power iteration that finds a block's first principal direction.
+# Steps of the power iteration that finds a block's first principal direction.
 ITERATIONS = 10
-# Of the iteration that finds where two units of a block meet: k-means of two means, along that direction.
+# Steps of the iteration that finds where two units of a block meet: k-means of two means, along that direction.
 CUTS = 4
 
 

@@ -29,7 +29,7 @@ from .spec import LayerSpec
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-# Of caches that are given none.
+# The configuration of a cache that is given none.
 DEFAULT = SSTAConfig(tile_thw=(4, 8, 8), density=0.25, compensation="linear")
 
 

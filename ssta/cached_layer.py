@@ -99,7 +99,7 @@ class CachedLayer:
         self.blocks = tiles.offsets, tiles.num_tiles, tiles.longest_video_tile
         self.parts = spec.config.compensation_parts
         self.rows = torch.arange(tiles.num_tiles + 1, dtype=torch.float64, device=device)
-        # Of as many units as a chunk can have.
+        # The numbers of all units that a chunk can have.
         self.every_unit = torch.arange(tiles.num_tiles * self.parts, device=device)
         # Statistics of no tiles, by which those of a cache are put together again.
         self.none = self._room(torch.zeros(1, spec.kv_heads, 0, spec.head_dim, dtype=spec.dtype, device=device), 0)

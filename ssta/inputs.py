@@ -74,7 +74,7 @@ def _kind(query: Any, key: Any, value: Any, text_mask: Any, recorded: bool, opti
         return None
     more = None
     if not isinstance(query, Tensor):
-        # Of projections, and of what was sent between ranks.
+        # Projections have lengths, and what was sent between ranks has deals.
         more = tuple([tuple(x.lengths) if type(x) is Deferred else x.deals for x in (query, key, value)])
     return (*options, mask, recorded, None if share is None else share.plain, type(query), more, query.shape, query.dtype, query.device,
             key.shape, key.dtype, key.device, value.shape, value.dtype, value.device)

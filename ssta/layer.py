@@ -57,7 +57,7 @@ class Tiled(NamedTuple):
     held: Held | None = None
 
 
-# Of what a run holds, that which is no tape: counts, indices, valid lengths, which heads are useful, shares of mass.
+# So many tensors that a run holds are no tape: counts, indices, valid lengths, which heads are useful, shares of mass.
 _KNOWN = 5
 
 
@@ -135,7 +135,7 @@ class Layer:
         held: list[Any] = planned.run(inputs, waits)
         out = planned.result(held, 0)
         if not self.spec.recorded:
-            # Of these nothing is asked for again.
+            # Nobody asks for the inputs again.
             held[:len(own)] = [None] * len(own)
         return LayerResult(out, planned.note, held, partial(self._found, planned), planned=planned)
 

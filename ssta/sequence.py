@@ -96,7 +96,7 @@ class TokenLayout:
     @property
     def plain(self) -> tuple[tuple[int, ...], ...]:
         """The segments as plain numbers: (t, h, w) of a video grid, (length,) of a dense run."""
-        # Of a compiler's symbols their numbers.
+        # A compiler's symbols become their numbers.
         return tuple([tuple(map(index, segment.thw if isinstance(segment, VideoGrid) else (segment.length,))) for segment in self.segments])
 
     @classmethod

@@ -116,7 +116,7 @@ def _padded_steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Ite
     # A bound that came from offsets of any values may lie far beyond the tensors.
     q_slot = torch.arange(min(blocks.max_q_length, q.shape[2]), device=q.device)
     k_slot = torch.arange(min(blocks.max_kv_length, k.shape[2]), device=q.device)
-    # Of one query head of each group, and of one query block: a list names a key block once, so their keys are not the same.
+    # One query head of each group and one query block: a list names a key block once, so their keys are not the same.
     apart = torch.arange(len(q_first), device=q.device).view(q.shape[0], k.shape[1], -1, blocks.num_q_blocks).permute(2, 3, 0, 1)
     at_once = max(1, GATHER_ELEMENTS // (q.shape[:2].numel() * q.shape[3] * blocks.capacity * len(k_slot)))
     for some in apart.flatten(2).split(at_once, dim=1):

@@ -99,7 +99,7 @@ def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -
     """``[B, H, N, K]``: mass x h of each key block over its tokens, of the fields of ``BlockEstimates`` of these names; -inf where nothing
     is estimated of a block."""
     found = (mass * half_variance).unflatten(-1, (-1, parts)).sum(-1)
-    # Of a block of one token one half is empty, which is nothing bad.
+    # A block of one token has an empty half, which is nothing bad.
     tokens = per_query_head(log_count.exp().unflatten(-1, (-1, parts)).sum(-1), found.shape[1])[:, :, None]
     return (found / tokens).masked_fill(tokens == 0, -torch.inf)
 

@@ -269,7 +269,7 @@ class Planned:
         with torch.inference_mode(False):
             self.results = [(None if x.numel() else torch.empty(x.shape, dtype=x.dtype, device=plan.device), x.shape, x.stride(), x.dtype)
                             for x, place in zip(plan.results, self._places) if place.base >= self._inputs]
-        # Of inputs and results, in the order of ``run``.
+        # The strides of inputs and results, in the order of ``run``.
         self._strides = [*[x.stride() for x in plan.inputs], *[strides for _, _, strides, _ in self.results]]
         # In numbers of two bytes.
         self._sizes = [-(-room.size // ALIGNMENT) * ALIGNMENT // 2 for room in (*stay[len(self.results):], *rooms)]

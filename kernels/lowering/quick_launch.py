@@ -63,7 +63,7 @@ class QuickLaunch:
 
         self.driver = driver
         self.kernel = kernel
-        # Of what goes from here Triton still keeps what it compiled; only the way to it is found anew.
+        # Triton still keeps what it compiled for an entry that goes from here; only the way to it is found anew.
         self.compiled: dict[tuple, tuple[Any, _Direct | None]] = Kept(KEYS_KEPT)
         self.known = launcher_known(triton.__version__)
 

@@ -21,7 +21,7 @@ from ..memo import Kept
 SIGHTS, MOST, REMEMBERED = 3, 16, 64
 # Fewer steps are no slower by themselves.
 LEAST = 3
-# Of CUDA's driver: how a stream is made, the mode of a capture, and what functions take.
+# Constants of CUDA's driver: how a stream is made, the mode of a capture, and what functions take.
 NON_BLOCKING, RELAXED = 1, 2
 _HANDLE = ctypes.c_void_p
 _ARGUMENTS: dict[str, tuple] = {

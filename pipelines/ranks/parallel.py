@@ -92,7 +92,7 @@ class Parallelism:
         self._splitting: list[tuple[Any, Any]] = []
         # Whether the model has the family's plan for SSTA's sake, and what it had itself.
         self._gave_plan, self._own_plan = False, None
-        # Of the layers.
+        # The configurations of the layers.
         self.configs: tuple[SSTAConfig | None, ...] = ()
         _checked(model, family)
 

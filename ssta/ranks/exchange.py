@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..spec import LayerSpec
     from .shards import Shards
 
-# Of each of several tensors how many heads each rank has.
+# For each of several tensors, how many heads each rank has.
 Deals = tuple[tuple[int, ...], ...]
 
 # Packets, one for each rank, are laid out by token, batch element and head. So what comes from all ranks, in their order, is a run's tokens
@@ -65,7 +65,7 @@ class Incoming:
                                                 self._into(place).split(place.held)) for place in shared])]
             else:
                 self._coming = [part for part in parts if isinstance(part, Collective)]
-        # Of a graph, which has nothing else to take them from.
+        # A graph has nothing else to take them from.
         self._parts = parts if self._buffer is None else []
 
     def _into(self, place: Place) -> Tensor:

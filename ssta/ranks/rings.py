@@ -25,7 +25,7 @@ from .world import in_graph, recorded
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-# Of each run the tokens that each place of a ring has, or just its tokens where it stays as it is.
+# For each run the tokens that each place of a ring has, or just its own number of tokens where it stays as it is.
 Counts = tuple[tuple[int, ...], ...]
 
 
