@@ -20,7 +20,8 @@ PACKAGE = "nvidia-cudnn-frontend"
 CHECKED = ("1.32.0",)
 # Tokens of its blocks.
 SLOTS = (64, 128)
-INSTALL = "pip install 'ssta[blackwell]'"
+# What the extra "blackwell" in pyproject.toml brings.
+INSTALL = "pip install 'nvidia-cudnn-frontend[cutedsl]==1.32.*'"
 
 
 class Kernels(NamedTuple):

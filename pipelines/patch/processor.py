@@ -144,7 +144,9 @@ class SSTAProcessor:
             if len(layouts) >= _LAYOUTS_KEPT:
                 layouts.clear()
             layouts[key] = layout
-            warn_of_the_window(self.context.family.model, self.config, thw)
+            # The layer that asks first may be dense, so all configurations are looked at.
+            for config in dict.fromkeys(self.context.parallel.configs):
+                warn_of_the_window(self.context.family.model, config, thw)
         return layout
 
     @property

@@ -122,7 +122,7 @@ def test_what_lies_in_slots_is_not_copied(stand_in):
 REFUSED = [
     (dict(capability=(8, 9)), "requires a GPU of sm_90, 100, 103, 110, 120, got sm_89"),
     (dict(capability=None), "requires a GPU of sm_.*, got a GPU that is not NVIDIA's"),
-    (dict(installed=None), r"requires nvidia-cudnn-frontend, which is not installed: pip install 'ssta\[blackwell\]'"),
+    (dict(installed=None), r"requires nvidia-cudnn-frontend, which is not installed: pip install 'nvidia-cudnn-frontend\[cutedsl\]==1.32"),
     (dict(dim=80), "requires float16 or bfloat16 and a head_dim of 64, 96 or 128 on sm_100 in blocks of 128, got torch.bfloat16 and 80"),
     (dict(dim=64, facts=dict(max_q_length=64, max_kv_length=64)), "a head_dim of 128 on sm_100 in blocks of 64, got torch.bfloat16 and 64"),
     (dict(capability=(12, 0), dim=64), "a head_dim of 128 on sm_120"),

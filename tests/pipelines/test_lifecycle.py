@@ -327,6 +327,10 @@ def test_a_window_that_alone_exceeds_the_density_is_told_once(monkeypatch):
         run(model, **inputs((4, 6, 8)))
     assert len(found) == 1
     assert "its window of 3 x 3 x 3 tiles, which is computed whole, is 100.0% of the tile pairs" in str(found[0].message)
+    # By default the first layer is dense, and it is the first that asks for the canvas.
+    monkeypatch.setattr("ssta.kernels.notices._said", set())
+    with pipelines.apply_ssta(model, own), pytest.warns(RuntimeWarning, match="its window of 3 x 3 x 3 tiles"):
+        run(model)
     monkeypatch.setattr("ssta.kernels.notices._said", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
