@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from .attention import attend
-from .checks import require_kind
 from .config import SSTAConfig
 from .inputs import check_query
-from .kernels.checks import require_int
 from .result import LayerResult
 from .sequence import DenseRun, TokenLayout, require_layout
 from .text import TextMask
@@ -52,24 +48,4 @@ def dense_attention(
         text_mask = TextMask.of(text_mask, query.shape[0], layout, query.device).whole()
     else:
         text_mask = None
-    if rows is not None:
-        rows = _checked_rows(rows, layout.length)
     return attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl, rows=rows)
-
-
-def _checked_rows(rows: Any, length: int) -> tuple[tuple[int, int], ...]:
-    """``rows`` of ``dense_attention``, of a sequence of ``length`` tokens."""
-    right = isinstance(rows, (tuple, list)) and all([isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in rows])
-    require_kind("rows", rows, "a tuple of pairs (first token, tokens)", right)
-    spans = tuple([(require_int(f"rows[{i}][0]", first, 0), require_int(f"rows[{i}][1]", tokens, 0))
-                   for i, (first, tokens) in enumerate(rows)])
-    if not spans:
-        raise ValueError("rows must hold at least one pair (first token, tokens), got none")
-    end = 0
-    for first, tokens in sorted([span for span in spans if span[1]]):
-        if first < end:
-            raise ValueError(f"rows must have each token once, got {first} twice in {spans}")
-        end = first + tokens
-    if any([first + tokens > length for first, tokens in spans]):
-        raise ValueError(f"rows must lie in the layout's {length} tokens, got {spans}")
-    return spans

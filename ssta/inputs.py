@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .checks import require_kind
 from .config import SSTAConfig
 from .kernels import Deferred
-from .kernels.checks import require_bool, require_strided, resolve_scale
+from .kernels.checks import require_bool, require_int, require_strided, resolve_scale
 from .kernels.memo import Kept
 from .kernels.routing import require_impl
 from .sequence import TokenLayout, require_layout
@@ -27,8 +28,8 @@ _known: dict[tuple, LayerSpec] = Kept(256)
 
 def described(
     query: Any, key: Any, value: Any, layout: Any, config: Any, *, kv_layout: Any = None, text_mask: Any = None, scale: Any = None,
-    deterministic: Any = True, impl: Any = "auto", rows: tuple[tuple[int, int], ...] | None = None, means: bool = False,
-    by_thw: bool = False, world: World | None = None, share: Shares | None = None,
+    deterministic: Any = True, impl: Any = "auto", rows: Any = None, means: bool = False, by_thw: bool = False,
+    world: World | None = None, share: Shares | None = None,
 ) -> LayerSpec:
     """The layer that a call is of, after all checks.
 
@@ -58,10 +59,10 @@ def described(
 
 def _kind(query: Any, key: Any, value: Any, text_mask: Any, recorded: bool, options: tuple, share: Shares | None) -> tuple | None:
     """All that ``_checked`` looks at; None where something is of an unexpected type, which it then refuses or converts."""
-    layout, kv_layout, config, scale, deterministic, impl, *_ = options
+    layout, kv_layout, config, scale, deterministic, impl, rows, _ = options
     if not (type(layout) is TokenLayout and type(config) is SSTAConfig and type(impl) is str and type(deterministic) is bool
             and (scale is None or type(scale) is float) and (kv_layout is None or type(kv_layout) is TokenLayout)
-            and type(query) is type(key) is type(value)) or config.holds_functions:
+            and (rows is None or _plain_rows(rows)) and type(query) is type(key) is type(value)) or config.holds_functions:
         return None
     mask: tuple | None = None
     if text_mask is None:
@@ -80,9 +81,13 @@ def _kind(query: Any, key: Any, value: Any, text_mask: Any, recorded: bool, opti
             key.shape, key.dtype, key.device, value.shape, value.dtype, value.device)
 
 
+def _plain_rows(rows: Any) -> bool:
+    """Whether ``rows`` are tuples of ints, of which equal ones are the same."""
+    return type(rows) is tuple and all([type(pair) is tuple and all([type(number) is int for number in pair]) for pair in rows])
+
+
 def _checked(query: Any, key: Any, value: Any, layout: Any, kv_layout: Any, config: Any, scale: Any, deterministic: Any, impl: Any,
-             rows: tuple[tuple[int, int], ...] | None, means: bool, text_mask: Any, recorded: bool, by_thw: bool,
-             share: Shares | None) -> LayerSpec:
+             rows: Any, means: bool, text_mask: Any, recorded: bool, by_thw: bool, share: Shares | None) -> LayerSpec:
     require_bool("deterministic", deterministic)
     require_layout("layout", layout)
     kv_layout = layout if kv_layout is None else require_layout("kv_layout", kv_layout)
@@ -101,8 +106,28 @@ def _checked(query: Any, key: Any, value: Any, layout: Any, kv_layout: Any, conf
         name, function = ("sampling_type", config.scored_by) if callable(config.scored_by) else ("budget", config.budget)
         raise ValueError(f"{name} must not be a function of your own where heads share a pattern and a group shares the heads out, because "
                          f"every rank would have to find the same pattern, got {function!r} with mask_share_within_head = True")
+    if rows is not None:
+        rows = _require_rows(rows, layout.length)
     return LayerSpec(layout, kv_layout, config, resolve_scale(scale, dim), query.dtype, query.device, heads, kv_heads, dim,
                      require_impl(impl), deterministic, recorded, rows, None, means)
+
+
+def _require_rows(rows: Any, length: int) -> tuple[tuple[int, int], ...]:
+    """``rows``, (first token, tokens) each, as tuples: tokens of a sequence of ``length``, each once."""
+    right = isinstance(rows, (tuple, list)) and all([isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in rows])
+    require_kind("rows", rows, "a tuple of pairs (first token, tokens)", right)
+    spans = tuple([(require_int(f"rows[{i}][0]", first, 0), require_int(f"rows[{i}][1]", tokens, 0))
+                   for i, (first, tokens) in enumerate(rows)])
+    if not spans:
+        raise ValueError("rows must hold at least one pair (first token, tokens), got none")
+    end = 0
+    for first, tokens in sorted([span for span in spans if span[1]]):
+        if first < end:
+            raise ValueError(f"rows must have each token once, got {first} twice in {spans}")
+        end = first + tokens
+    if any([first + tokens > length for first, tokens in spans]):
+        raise ValueError(f"rows must lie in the layout's {length} tokens, got {spans}")
+    return spans
 
 
 def check_tensors(query: Any, key: Any, value: Any, layout: TokenLayout, kv_layout: TokenLayout, by_thw: bool = False,
