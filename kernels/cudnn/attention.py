@@ -29,9 +29,8 @@ def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: fl
         return _each(partial(cudnn_forward, scale=scale, causal=causal), blocks, (torch.empty_like(q), lse), q, k, v)
     from cudnn.block_sparse_attention import block_sparse_attention_forward
 
-    q_, scale = _positive(q, scale)
     lists = _lists(q, k, blocks)
-    found = block_sparse_attention_forward(lists.rows.fill(q_), lists.items.fill(k), lists.items.fill(v), lists.indices,
+    found = block_sparse_attention_forward(lists.rows.fill(q), lists.items.fill(k), lists.items.fill(v), lists.indices,
                                            allow_empty_block_nums=True, softmax_scale=scale, pack_gqa=False, **_options(lists))
     lse = lists.rows.empty(found["lse_tensor"][..., None], lse[..., None], -torch.inf)[..., 0]
     return lists.rows.empty(found["o_tensor"], q), lse
@@ -49,13 +48,11 @@ def cudnn_backward(
                      (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), dout, dlse, q, k, v, out, lse)
     from cudnn.block_sparse_attention import block_sparse_attention_backward
 
-    q_, positive = _positive(q, scale)
     lists = _lists(q, k, blocks)
     out, dout, lse = lists.rows.fill_results(out, dout, lse, dlse)
-    found = block_sparse_attention_backward(dout, lists.rows.fill(q_), lists.items.fill(k), lists.items.fill(v), out, lse, lists.indices,
-                                            softmax_scale=positive, **_options(lists))
-    dq = lists.rows.empty(found["dq_tensor"], q)
-    return (dq if scale == positive else dq * (scale / positive), lists.items.empty(found["dk_tensor"], k),
+    found = block_sparse_attention_backward(dout, lists.rows.fill(q), lists.items.fill(k), lists.items.fill(v), out, lse, lists.indices,
+                                            softmax_scale=scale, **_options(lists))
+    return (lists.rows.empty(found["dq_tensor"], q), lists.items.empty(found["dk_tensor"], k),
             lists.items.empty(found["dv_tensor"], v))
 
 
@@ -80,8 +77,3 @@ def _each(attend: Callable[..., tuple], blocks: BlockLists, results: tuple, *ten
         for whole, part in zip(results, attend(*[None if x is None else x[one] for x in tensors], blocks=lists)):
             whole[one] = part
     return results
-
-
-def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """q and scale with the same products, of which the second is above zero: maxima of scores are those of scaled scores."""
-    return (q, scale) if scale > 0 else (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)

@@ -62,12 +62,6 @@ def test_all_patterns_are_as_exact_as_torch(name, stand_in):
     assert_as_exact_as_torch(attention(blocks, 0.25), q, k, v, blocks, 0.25)
 
 
-@pytest.mark.parametrize("scale", [-0.3, 0.0])
-def test_scales_that_are_not_positive(scale, stand_in):
-    blocks = BlockLists.from_mask(torch.tensor([[True, False], [True, True]]), 20, 20)
-    assert_as_exact_as_torch(attention(blocks, scale), *inputs(1, 1, 1, 40, 40, 16), blocks, scale)
-
-
 def test_several_query_heads_to_a_key_head(stand_in):
     blocks = BlockLists.from_mask(torch.rand(4, 3, 2) < 0.7, ragged([40, 3, 21], "cpu"), ragged([33, 20], "cpu"))
     q, k, v = inputs(1, 4, 2, 64, 53, 16)
