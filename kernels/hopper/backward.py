@@ -185,9 +185,9 @@ def _write_backward(plan: Plan, xs: Sequence[Any], tensors: Sequence[Any], fixed
         plan.call(Tensor.zero_, x)
     # Programs that wait for one another must all be there.
     plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *kinds.values()), (programs if deterministic else work.number, 1, 1),
-                (*[Tiles(x, object(), partial(tma_chunks, rows=size)) if ragged else tma_tiles(x, size) for x, size in (
+                (*[Tiles(x, partial(tma_chunks, rows=size)) if ragged else tma_tiles(x, size) for x, size in (
                     (k, KEYS), (v, KEYS), (q, QUERIES), (dout, QUERIES), (dk, KEYS // WARPGROUPS), (dv, KEYS // WARPGROUPS))],
-                 Tiles(accum.lse_dpsum, ("lse and dpsum", accum.lse_dpsum.shape), _lse_dpsum_desc)),
+                 Tiles(accum.lse_dpsum, _lse_dpsum_desc)),
                 (accum.dq_semaphore if deterministic else work.tiles, timeouts, work.tiles, flipped.counts, flipped.indices, locks,
                  work.skipped if causal else work.tiles, *[flipped.counts if x is None else x for x in queries.tensors], accum.dq_accum),
                 (*numbers, scale * LOG2E, scale), kinds, dict(**OPTIONS, launch_cooperative_grid=deterministic))

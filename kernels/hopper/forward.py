@@ -142,7 +142,7 @@ def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], 
     # Where no list is split anything else stands for them.
     results = partial_results(plan, split_tiles * splits, ROWS * config.warpgroups, dim) if split_tiles else (queue, lse, lse)
     plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *kinds.values()), (min(tiles + split_tiles * (splits - 1), places), 1, 1),
-                [Tiles(x, object(), partial(tma_chunks, rows=size)) for x, size in (
+                [Tiles(x, partial(tma_chunks, rows=size)) for x, size in (
                     (q, ROWS), (k, config.chunk), (v, config.chunk), (k, config.chunk // config.pieces), (v, config.chunk // config.pieces),
                     (out, ROWS))],
                 (lse, queue, *results), (*numbers, scale * LOG2E), kinds, options(config))

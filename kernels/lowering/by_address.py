@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..memo import captured
-from .quick_launch import QuickLaunch, Tiles, _Direct, descriptors_known
+from ..memo import Kept, captured
+from .quick_launch import QuickLaunch, Tiles, _Direct
 from .replays import LEAST, Graph, Replays
+
+# The kernels' arguments for descriptors, half a kilobyte each, by address and by what describes them. A descriptor holds no memory and does
+# not depend on the contents, so it also serves any later tensor of that kind at the same address.
+descriptors_known: dict[tuple[int, object], list] = Kept(8192)
 
 
 class Place(NamedTuple):
@@ -137,7 +141,6 @@ class Spot(NamedTuple):
     """``Tiles`` of a tensor that is to come."""
 
     place: Place | Constant
-    kind: Hashable
     make: Callable[[Tensor], Any]
 
 
@@ -162,7 +165,7 @@ class Launch(NamedTuple):
                              where=[final(place) for place in self.where])
 
     def with_tensors(self, bases: list[Tensor], waits: Sequence[Callable[[], object]]) -> None:
-        descriptors = [None if spot is None else Tiles(spot.place.of(bases), spot.kind, spot.make) for spot in self.spots]
+        descriptors = [None if spot is None else Tiles(spot.place.of(bases), spot.make) for spot in self.spots]
         tensors = [None if place is None else place.of(bases) for place in self.where]
         self.quick(self.key, self.grid, descriptors, tensors, self.numbers, self.constants, self.options)
 
@@ -191,7 +194,7 @@ class Launch(NamedTuple):
         present = [spot is not None for spot in self.spots]
         named = [(spot, object(), sum(present[:at])) for at, spot in enumerate(self.spots)]
         # (Address, arguments) of the last call, which most often are the next one's too.
-        last: list[tuple[int, list]] = [(0, [None])] * len(named)
+        last: list[tuple[int, Any]] = [(0, [None])] * len(named)
 
         def described(addresses: list[int], bases: list[Tensor]) -> list:
             arguments: list = []
@@ -200,7 +203,9 @@ class Launch(NamedTuple):
                 if before != address:
                     spot, name, number = named[at]
                     assert spot is not None
-                    known = descriptors_known.get((address, name)) or direct.describe(number, spot.place.of(bases), name, spot.make)
+                    known = descriptors_known.get((address, name))
+                    if known is None:
+                        known = descriptors_known[address, name] = direct.encoded(number, spot.make(spot.place.of(bases)))
                     last[at] = address, known
                 arguments += known
             return arguments

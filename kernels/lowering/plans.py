@@ -92,7 +92,7 @@ class Plan:
     def launch(self, quick: QuickLaunch, key: tuple, grid: tuple[int, int, int], descriptors: Sequence[Tiles | None],
                tensors: Sequence[Tensor | None], numbers: Sequence[int | float], constants: dict, options: dict) -> None:
         """A launch by ``quick``, whose arguments these are."""
-        self.steps.append(Launch(quick, key, grid, [None if x is None else Spot(self._place(x.x), x.kind, x.make) for x in descriptors],
+        self.steps.append(Launch(quick, key, grid, [None if x is None else Spot(self._place(x.x), x.make) for x in descriptors],
                                   [None if x is None else self._place(x) for x in tensors], numbers, constants, options))
 
     def call(self, function: Callable[..., Any], *tensors: Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from inspect import signature
 from typing import Any, NamedTuple
@@ -19,8 +19,6 @@ from ..memo import Kept
 CHECKED_VERSIONS = ((3, 6), (3, 9))
 # Keys may hold the numbers of a shape; a server's shapes must not pile up.
 KEYS_KEPT = 4096
-# Descriptors of tensors by where these lie, half a kilobyte each.
-DESCRIPTORS_KEPT = 8192
 # Kinds of tensors that a step has launches for.
 KINDS_KEPT = 256
 
@@ -33,16 +31,14 @@ def launcher_known(version: str) -> bool:
 
 
 class Tiles(NamedTuple):
-    """A tensor that a kernel takes through a descriptor, which is made only where none of the same memory, shape and tiles is known.
+    """A tensor that a kernel takes through a descriptor.
 
     Args:
         x: the tensor.
-        kind: with x's address all that the descriptor depends on: shape, strides, dtype, and how ``make`` tiles it.
         make: x -> the descriptor, as Triton takes it.
     """
 
     x: Tensor
-    kind: Hashable
     make: Callable[[Tensor], Any]
 
 
@@ -53,7 +49,8 @@ FUSED = dict(enable_fp_fusion=True)
 class QuickLaunch:
     """``kernel[grid](*descriptors, *tensors, *numbers, **constants, **options)`` in a fifth of the time, from a key's second launch on.
 
-    For kernels whose numbers are not specialised (``do_not_specialize``), or whose keys hold them. Settings of Triton that change what is
+    Descriptors are made at every launch, by Triton; a plan, which makes them once for an address, launches by address. For kernels whose
+    numbers are not specialised (``do_not_specialize``), or whose keys hold them. Settings of Triton that change what is
     compiled (its debug mode, say) hold for the keys that are launched after they are made; its launch hooks are called at every launch.
     Under a version of Triton that is not among ``CHECKED_VERSIONS`` every launch is a plain one.
     """
@@ -84,30 +81,15 @@ class QuickLaunch:
         if found is None:
             return self._first(key, grid, descriptors, tensors, numbers, constants, options)
         compiled, direct = found
+        arguments = [*_made(descriptors), *pointers, *numbers, *constants.values()]
         if hooked():
-            compiled[grid](*_made(descriptors), *pointers, *numbers, *constants.values())
-            return
+            compiled[grid](*arguments)
         # The same without gathering what a hook would be told, which takes as long as all else.
-        if direct is None:
+        elif direct is None or descriptors:
             driver = self.driver.active
             stream = driver.get_current_stream(driver.get_current_device())
-            compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                         *_made(descriptors), *pointers, *numbers, *constants.values())
-            return
-        arguments: list = []
-        place = 0
-        for tiles in descriptors:
-            if tiles is None:
-                arguments.append(None)
-                continue
-            x, kind, make = tiles
-            known = descriptors_known.get((x.data_ptr(), kind))
-            arguments += direct.describe(place, x, kind, make) if known is None else known
-            place += 1
-        arguments += pointers
-        arguments += numbers
-        arguments += constants.values()
-        if direct.flat:
+            compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        elif direct.flat:
             direct.launch(*grid, direct.stream(direct.device()), *direct.settled, *arguments)
         else:
             direct.launch(*grid, direct.stream(direct.device()), *direct.settled, arguments)
@@ -127,11 +109,6 @@ class QuickLaunch:
 
 def _made(descriptors: Sequence[Tiles | None]) -> list:
     return [None if tiles is None else tiles.make(tiles.x) for tiles in descriptors]
-
-
-# Encoded descriptors by address and kind. A descriptor holds no memory and does not depend on the contents, so it also serves any later
-# tensor of that kind at the same address.
-descriptors_known: dict[tuple[int, Hashable], list] = Kept(DESCRIPTORS_KEPT)
 
 
 class _Direct(NamedTuple):
@@ -170,10 +147,9 @@ class _Direct(NamedTuple):
             return cls(launch, settled, False, *rest)
         return cls(launch, (*options, None, None, compiled.packed_metadata, None, None, None), True, *rest)
 
-    def describe(self, place: int, x: Tensor, kind: Hashable, make: Callable[[Tensor], Any]) -> list:
-        """The kernel's arguments for a descriptor, found by its kind from now on."""
-        found = descriptors_known[x.data_ptr(), kind] = list(self.encode(make(x), self.metas[place]))
-        return found
+    def encoded(self, number: int, descriptor: Any) -> list:
+        """The kernel's arguments for its ``number``-th descriptor."""
+        return list(self.encode(descriptor, self.metas[number]))
 
 
 @lru_cache

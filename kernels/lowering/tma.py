@@ -1,7 +1,6 @@
 """Tensors as Hopper's TMA takes them: [1, 1, rows, D] tiles of [B, H, tokens, D], swizzled in shared memory."""
 
-from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,13 +24,8 @@ def tma_descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDe
 
 
 def tma_tiles(x: Tensor, rows: int, columns: int | None = None) -> Tiles:
-    """``tma_descriptor`` for a QuickLaunch, which makes it where it knows none."""
-    return Tiles(x, (rows, columns, x.dtype, x.shape, x.stride()), _descriptor_of(rows, columns))
-
-
-@lru_cache
-def _descriptor_of(rows: int, columns: int | None) -> Callable[[Tensor], TensorDescriptor]:
-    return partial(tma_descriptor, rows=rows, columns=columns)
+    """``tma_descriptor`` for a launch."""
+    return Tiles(x, partial(tma_descriptor, rows=rows, columns=columns))
 
 
 def _tile(dtype: torch.dtype, rows: int, dim: int, axes: int = 4) -> tuple[list[int], gl.NVMMASharedLayout]:

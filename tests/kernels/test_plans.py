@@ -33,7 +33,7 @@ class Recorder:
             assert stream == 7, "another stream"
             self.seen.append((*arguments[:3], *rest))
 
-        return SimpleNamespace(launch=launch, settled=(), flat=True, describe=lambda number, x, name, make: [make(x)])
+        return SimpleNamespace(launch=launch, settled=(), flat=True, encoded=lambda number, made: [made])
 
 
 def both_ways(planned, inputs, recorder):
@@ -53,7 +53,7 @@ def test_launches_by_address_get_what_launches_with_tensors_get():
     out = plan.result(3, 8, dtype=torch.float16)
     for head in range(3):
         work = plan.working(2, 100, dtype=torch.float32)
-        tiles = Tiles(a[:, head:head + 1], ("kind",), lambda x: x.data_ptr())
+        tiles = Tiles(a[:, head:head + 1], lambda x: x.data_ptr())
         plan.launch(recorder, ("key",), (head, 2, 1), (tiles,), (a[1, head], None, b[2:], work[1], out[head]), (3, 0.5), dict(N=64), {})
     assert plan.needed == 800, "groups work in the same memory"
     with_tensors, by_address = both_ways(Planned(plan), (x, y), recorder)

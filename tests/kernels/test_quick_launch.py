@@ -11,7 +11,8 @@ from triton import knobs
 from triton.runtime import driver
 
 import ssta.kernels
-from ssta.kernels.lowering import quick_launch
+from ssta.kernels.lowering import by_address
+from ssta.kernels.lowering.plans import Plan, Planned
 from ssta.kernels.lowering.quick_launch import FUSED, QuickLaunch, Tiles, fit, launcher_known
 from ssta.kernels.memo import Kept
 from ssta.kernels.portable.config import LaunchConfig
@@ -49,7 +50,7 @@ def test_the_second_launch_passes_by_the_compiler():
     kernel = Recorder(compiled)
     launch = QuickLaunch(kernel)
     x, y = torch.zeros(8), torch.ones(8)
-    tiles = Tiles(x, (), lambda x: "tiles")
+    tiles = Tiles(x, lambda x: "tiles")
     launch(KEY, GRID, (tiles,), (x, None), (5, 0.5), dict(SIZE=64), dict(num_warps=4))
     launch(KEY, GRID, (tiles,), (y, None), (6, 0.5), dict(SIZE=64), dict(num_warps=4))
     assert kernel.launches == [(GRID, ("tiles", x, None, 5, 0.5), dict(SIZE=64, num_warps=4, **FUSED))]
@@ -166,51 +167,70 @@ def flat(arguments):
 
 @pytest.fixture
 def no_descriptors(monkeypatch):
-    monkeypatch.setattr(quick_launch, "descriptors_known", Kept(5))
+    monkeypatch.setattr(by_address, "descriptors_known", Kept(5))
+
+
+def planned(compiled):
+    """A plan of one launch of ``compiled``, for two tensors with descriptors and one without."""
+    plan = Plan(torch.device("cpu"), [torch.zeros(6, 3, dtype=torch.bfloat16), torch.zeros(6, 3, dtype=torch.bfloat16), torch.zeros(8)])
+    first, second, p = plan.inputs
+    tiles = [Tiles(first, descriptor), None, Tiles(second, descriptor)]
+    plan.launch(QuickLaunch(Recorder(compiled)), KEY, GRID, tiles, (p, None), (9, 0.5), dict(SIZE=64), {})
+    return Planned(plan)
 
 
 def test_the_function_in_c_gets_what_tritons_launcher_gives_it(no_descriptors):
     """Under every version that is supported (``make compat``)."""
     calls = []
     compiled = Compiled(lambda *arguments: calls.append(flat(arguments)))
-    launch = QuickLaunch(Recorder(compiled))
+    plan, p = planned(compiled), torch.zeros(8)
     first, second, third = (torch.zeros(6, 3, dtype=torch.bfloat16) for _ in range(3))
-    p = torch.zeros(8)
-    fixed = dict(SIZE=64)
     for x in (first, second, third, second):
-        tiles = [Tiles(y, ("kind", y.shape), descriptor) for y in (x, first)]
-        tiles.insert(1, None)
-        launch(KEY, GRID, tiles, (p, None), (9, 0.5), fixed, {})
+        plan(x, first, p)
     assert len(calls) == 3
     for x, call in zip((second, third, second), calls.copy()):
         compiled[GRID](descriptor(x), None, descriptor(first), p.data_ptr(), 0, 9, 0.5, 64)
-        # Encoded once for an address: the second descriptor of ``first`` is that of the first call.
         assert call == calls[-1]
 
 
-def test_a_descriptor_is_encoded_once_for_an_address_and_a_kind(no_descriptors):
-    compiled = Compiled(lambda *arguments: None)
+class WithoutDescriptors(Compiled):
+    signature = {name: kind for name, kind in Compiled.signature.items() if name not in ("a", "absent", "b")}
+    constants, swizzles = {"none": None, "SIZE": 64}, ()
+
+
+def test_without_descriptors_no_plan_is_needed_for_that():
+    calls = []
+    compiled, p = WithoutDescriptors(lambda *arguments: calls.append(flat(arguments))), torch.zeros(8)
     launch = QuickLaunch(Recorder(compiled))
+    for _ in range(2):
+        launch(KEY, GRID, (), (p, None), (9, 0.5), dict(SIZE=64), {})
+    assert len(calls) == 1 and launch.direct(KEY, (p.data_ptr(), 0)) is not None
+    compiled[GRID](p.data_ptr(), 0, 9, 0.5, 64)
+    assert calls[0] == calls[1]
+
+
+def test_a_descriptor_is_encoded_once_for_an_address(no_descriptors):
+    compiled, p = Compiled(lambda *arguments: None), torch.zeros(8)
+    plan = planned(compiled)
     x, y = torch.zeros(6, 3, dtype=torch.bfloat16), torch.zeros(6, 3, dtype=torch.bfloat16)
 
-    def run(a, b, kinds=("a", "b")):
-        tiles = [Tiles(z, (kind, z.shape), descriptor) for z, kind in zip((a, b), kinds)]
-        tiles.insert(1, None)
-        launch(KEY, GRID, tiles, (None, None), (9, 0.5), dict(SIZE=64), {})
+    def run(a, b):
+        plan(a, b, p)
         return len(compiled.filled)
 
-    assert [run(x, y), run(x, y), run(x, y), run(y, x), run(x[:4], y), run(x[:4], y)] == [0, 2, 2, 4, 5, 5]
+    assert [run(x, y), run(x, y), run(x, y), run(y, x), run(x, y)] == [0, 2, 2, 4, 4]
     assert {fields[1] for fields in compiled.filled} == {1, 2}
 
 
 def test_descriptors_that_are_kept_are_bounded(no_descriptors):
-    launch = QuickLaunch(Recorder(Compiled(lambda *arguments: None)))
+    plan, kept = planned(Compiled(lambda *arguments: None)), []
     for _ in range(9):
-        launch(KEY, GRID, twice(Tiles(torch.zeros(6, 3), (object(),), descriptor)), (None, None), (9, 0.5), dict(SIZE=64), {})
-    assert 0 < len(quick_launch.descriptors_known) <= 5
+        kept.append([torch.zeros(6, 3, dtype=torch.bfloat16) for _ in range(2)])
+        plan(*kept[-1], torch.zeros(8))
+    assert len(by_address.descriptors_known) == 5
 
 
-def test_a_kernel_that_wants_memory_of_its_own_is_launched_by_triton(no_descriptors, monkeypatch):
+def test_a_kernel_that_wants_memory_of_its_own_is_launched_by_triton(monkeypatch):
     calls = []
     compiled = Compiled(lambda *arguments: calls.append(arguments), scratch=16)
     launch = QuickLaunch(Recorder(compiled))
@@ -218,7 +238,7 @@ def test_a_kernel_that_wants_memory_of_its_own_is_launched_by_triton(no_descript
     asked = []
     monkeypatch.setattr(_allocation, "_allocator", SimpleNamespace(get=lambda: lambda *size: asked.append(size)))
     for _ in range(3):
-        launch(KEY, GRID, twice(Tiles(torch.zeros(6, 3), (), descriptor)), (None, None), (9, 0.5), dict(SIZE=64), {})
+        launch(KEY, GRID, twice(Tiles(torch.zeros(6, 3), descriptor)), (None, None), (9, 0.5), dict(SIZE=64), {})
     assert len(calls) == len(asked) == 2
 
 

@@ -134,7 +134,7 @@ def tma_descriptor(x, rows, columns=None):
 
 
 def tma_tiles(x, rows, columns=None):
-    return quick_launch.Tiles(x, (), lambda x: tma_descriptor(x, rows, columns))
+    return quick_launch.Tiles(x, lambda x: tma_descriptor(x, rows, columns))
 
 
 def copy_in(tiles, at, barrier, shared):
