@@ -7,8 +7,8 @@ given constants alone is computed then, once, and later launches may only read w
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,14 +21,8 @@ from .by_address import ByAddress, Call, Constant, Launch, Place, Spot, Wait
 from .quick_launch import KINDS_KEPT, QuickLaunch, Tiles, aligned, current_stream, hooked
 from .rooms import ALIGNMENT, Room, Span, shared
 
-
-class _Writing(threading.local):
-    """The plan that this thread writes."""
-
-    plan: Plan | None = None
-
-
-_writing = _Writing()
+# By each thread for itself.
+_writing: ContextVar[Plan | None] = ContextVar("the plan that is being written", default=None)
 
 
 class Plan:
@@ -139,19 +133,13 @@ class Plan:
 
     # Memory
 
-    @property
-    def needed(self) -> int:
-        """Bytes that a call works in, beside what it is given and what it returns and keeps."""
-        return sum([room.size for room in self.rooms()[2]])
-
     def spare(self, still: Sequence[Tensor]) -> int:
         """Bytes of its own that it has needed at once and does not now, while ``still``, some of its tensors, stay."""
-        end = len(self.steps)
-        uses = self._uses()
-        stays = [self._numbers.get(x.untyped_storage()._cdata) for x in still]
-        uses.update({number: (uses[number][0], end) for number in stays if number in uses})
-        spans = [(self._tensors[number].untyped_storage().nbytes(), *use) for number, use in uses.items() if number >= len(self.inputs)]
-        live = [sum([size for size, first, last in spans if first <= at <= last]) for at in range(end + 1)]
+        uses, end = self._uses(), len(self.steps)
+        stays = [self._number(x) for x in still if self.has(x)]
+        spans = [self._span(number, first, end if number in stays else last)
+                 for number, (first, last) in uses.items() if number >= len(self.inputs)]
+        live = [sum([of.size for of in spans if of.first <= at <= of.last]) for at in range(end + 1)]
         return max(live) - live[end]
 
     def needs(self, write: Callable[[], Any], still: Sequence[Tensor]) -> tuple[int, int]:
@@ -180,40 +168,36 @@ class Plan:
         uses, end = self._uses(), len(self.steps)
         first = len(self.inputs)
         given = {number: (number, 0) for number in range(first)}
-        rooms: list[Room] = []
-        for number, last in self._own.items():
-            span = Span(self._tensors[number].untyped_storage().nbytes(), 0, uses.get(number, (0, 0))[1] if last is None else last)
-            rooms.append(Room(span.size))
-            rooms[-1].place(span)
+        rooms = [Room.around(self._span(number, 0, uses.get(number, (0, 0))[1] if last is None else last))
+                 for number, last in self._own.items()]
         bases = [*self._own, *range(first, first + len(self._tensors))]
         for result in self.results:
-            number, span = self._span(result, uses, end)
+            number = self._number(result)
+            span = self._span(number, uses.get(number, (0, 0))[0], end)
             own = ((at, room.place(span)) for at, room in enumerate(rooms[:len(self._own)]))
             within = next(((at, before) for at, before in own if before is not None), None)
             if within is None:
                 within = len(rooms), 0
-                rooms.append(Room(span.size))
-                rooms[-1].place(span)
+                rooms.append(Room.around(span))
             given[number] = bases[within[0]], within[1]
         for xs in self.kept:
             kept = Room(None)
             for x in xs:
                 if x is not None and self.has(x):
-                    number, span = self._span(x, uses, end)
+                    number = self._number(x)
                     if number not in given:
-                        given[number] = bases[len(rooms)], kept.place(span) or 0
+                        given[number] = bases[len(rooms)], kept.place(self._span(number, uses.get(number, (0, 0))[0], end)) or 0
             kept.capacity = kept.size
             rooms += [kept] if kept.size else []
         stay = len(rooms)
         inner = [number for number in uses if number not in given]
-        spans = [Span(self._tensors[number].untyped_storage().nbytes(), *uses[number]) for number in inner]
+        spans = [self._span(number, *uses[number]) for number in inner]
         places, rooms = shared(spans, rooms)
         given.update({number: (bases[room], place) for number, (room, place) in zip(inner, places)})
         return given, rooms[len(self._own):stay], rooms[stay:]
 
-    def _span(self, x: Tensor, uses: dict[int, tuple[int, int]], end: int) -> tuple[int, Span]:
-        number = self._number(x)
-        return number, Span(x.untyped_storage().nbytes(), uses.get(number, (0, 0))[0], end)
+    def _span(self, number: int, first: int, last: int) -> Span:
+        return Span(self._tensors[number].untyped_storage().nbytes(), first, last)
 
 
 class Arriving(NamedTuple):
@@ -375,7 +359,7 @@ class Plans:
         Raises:
             Unplanned: of code that no plan can hold.
         """
-        within = _writing.plan
+        within = _writing.get()
         if within is not None and any([within.has(x) for x in (*xs, *others)]):
             return within.step(self.write, xs, others, options)
         planned = self.planned(xs, others, *options)
@@ -401,7 +385,7 @@ class Plans:
         plan = Plan(device, [x for x in (*xs, *others) if x is not None])
         inputs = iter(plan.inputs)
         virtual = [None if x is None else next(inputs) for x in (*xs, *others)]
-        outer, _writing.plan = _writing.plan, plan
+        outer = _writing.set(plan)
         try:
             with _Strict(plan):
                 note = self.write(plan, virtual[:len(xs)], virtual[len(xs):], *options)
@@ -409,4 +393,4 @@ class Plans:
         except Unplanned as why:
             return why
         finally:
-            _writing.plan = outer
+            _writing.reset(outer)

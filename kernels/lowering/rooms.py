@@ -27,6 +27,13 @@ class Room:
         self.capacity, self.size = capacity, capacity or 0
         self._within: list[tuple[int, Span]] = []
 
+    @classmethod
+    def around(cls, span: Span) -> Room:
+        """Memory for ``span``, which others may share before and after it."""
+        room = cls(span.size)
+        room.place(span)
+        return room
+
     def place(self, span: Span) -> int | None:
         """Where ``span`` lies from now on; None where nothing is free as long as it is there."""
         at = 0

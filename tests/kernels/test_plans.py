@@ -55,7 +55,7 @@ def test_launches_by_address_get_what_launches_with_tensors_get():
         work = plan.working(2, 100, dtype=torch.float32)
         tiles = Tiles(a[:, head:head + 1], lambda x: x.data_ptr())
         plan.launch(recorder, ("key",), (head, 2, 1), (tiles,), (a[1, head], None, b[2:], work[1], out[head]), (3, 0.5), dict(N=64), {})
-    assert plan.needed == 800, "groups work in the same memory"
+    assert sum(room.size for room in plan.rooms()[2]) == 800, "groups work in the same memory"
     with_tensors, by_address = both_ways(Planned(plan), (x, y), recorder)
     assert with_tensors == by_address and len(by_address) == 3
     assert by_address[2][3:6] == (x[0, 2].data_ptr(), x[1, 2].data_ptr(), 0)
