@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from math import floor, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from .kernels.checks import check_tensor
 from .kernels.memo import remember
+from .window import window_size
 
 if TYPE_CHECKING:
     from .config import SSTAConfig
+    from .cut import Cut
     from .layer import Layer
 
 # Constants of the threshold's budget in the published implementation of HunyuanVideo-1.5.
@@ -51,6 +53,18 @@ def budget_of(config: SSTAConfig, layer: Layer) -> Callable[[Tensor], Budget]:
         return lambda scores: Budget(threshold_counts(scores, config.row_topk, config.threshold))
     best = Budget(min(config.row_topk, layer.kv_tiles.num_video_tiles))
     return lambda scores: best
+
+
+def most_tiles(config: SSTAConfig, cut: Cut, kv_cut: Cut) -> int:
+    """How many tiles, with the window and the dense runs, a tile of ``cut`` is given at most of those of ``kv_cut``."""
+    if config.budget is not None or cut.num_dense_tiles:
+        return kv_cut.num_tiles
+    window = 0 if config.selected_by == "block_attn" else max([window_size(grid, config.kernel_thw) for grid in cut.tile_grids])
+    if config.density is None:
+        most = window + config.row_topk
+    else:
+        most = max(floor(config.density * kv_cut.num_video_tiles + SLACK) + 1, window)
+    return min(most, kv_cut.num_video_tiles) + kv_cut.num_dense_tiles
 
 
 def threshold_counts(scores: Tensor, topk: int, threshold: float) -> Tensor:

@@ -82,6 +82,7 @@ class Layer:
         self.rule = rule_of(config) if spec.chooses else None
         self.budget = budget_of(config, self) if spec.chooses else None
         self.estimates = spec.estimates
+        self.room = spec.room
         # As the steps "estimate" and "combine" take them.
         self.q_blocks, self.kv_blocks = ((tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile)
                                          for tiles in (self.tiles, self.kv_tiles))
@@ -246,7 +247,7 @@ class Layer:
         budget = self.budget(scores)
         if held is not None and held.k_per_row is not None:
             budget = budget._replace(k_per_row=held.k_per_row)
-        return self.fixed.chosen(self.backend, scores, budget, active, lengths, useful)
+        return self.fixed.chosen(self.backend, scores, budget, self.room, active, lengths, useful)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, Route]:
         """Attention to the listed tiles. q is written over where it is the layer's own and nobody asks for it again."""

@@ -138,7 +138,7 @@ def _layer(query: Tensor, key: Tensor, value: Tensor, text_mask: Tensor | None, 
     selection = None if counts is None or indices is None else Selection(fixed.relisted(counts, indices, lengths), useful)
     with on_device(query):
         ran = layer.run(query, key, value, text_mask, selection, apart=True)
-    expected = {name: like.empty("meta") for name, like in everything(of, query, text_mask, counts).items()}
+    expected = {name: like.empty("meta") for name, like in everything(of, query, text_mask, indices).items()}
     return own_tensors(tensors(ran), expected, (
         query, key, value, counts, indices, lengths, useful, fixed.lists.counts, fixed.lists.indices, layer.tiles.offsets,
         layer.kv_tiles.offsets))
@@ -146,7 +146,7 @@ def _layer(query: Tensor, key: Tensor, value: Tensor, text_mask: Tensor | None, 
 
 @_layer.register_fake
 def _(query, key, value, text_mask, counts, indices, lengths, useful, spec):
-    described = everything(LayerSpec.from_text(spec, query.device), query, text_mask, counts)
+    described = everything(LayerSpec.from_text(spec, query.device), query, text_mask, indices)
     return [like.empty(query.device) for like in described.values()]
 
 
@@ -174,8 +174,8 @@ def _(dout, query, key, value, *_):
 
 
 def _save(ctx, inputs, output) -> None:
-    query, key, value, text_mask, counts, *_, ctx.spec = inputs
-    named = dict(zip(everything(LayerSpec.from_text(ctx.spec, query.device), query, text_mask, counts), output))
+    query, key, value, text_mask, _, indices, *_, ctx.spec = inputs
+    named = dict(zip(everything(LayerSpec.from_text(ctx.spec, query.device), query, text_mask, indices), output))
     ctx.save_for_backward(query, key, value, named["counts"], named["indices"], named.get("lengths"), *[named.get(name) for name in TAPE])
     ctx.names = list(named)
 
@@ -218,7 +218,7 @@ def _operate(query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, text_ma
         blocks = selection.blocks
         given = blocks.counts, blocks.indices, blocks.kv_lengths, selection.useful
     found = _layer(query, key, value, valid, *given, spec.text)
-    named = dict(zip(results(spec, query, valid, given[0]), found))
+    named = dict(zip(results(spec, query, valid, given[1]), found))
     (cut, kv_cut), lengths = spec.cuts, named.get("lengths")
     blocks = BlockLists(
         named["counts"], named["indices"], cut.tile_length or named["q_offsets"], kv_cut.tile_length or named["kv_offsets"],

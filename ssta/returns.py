@@ -29,24 +29,25 @@ class Like(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
-def results(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, counts: Tensor | None) -> dict[str, Like]:
+def results(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, indices: Tensor | None) -> dict[str, Like]:
     """A layer's results: out, the lists of its selection and what is useful of it, exact_mass, the offsets of tiles that differ in length,
     and the means of the video tiles.
 
     Args:
         query, text_mask: as the layer takes them.
-        counts: of a selection to attend to; None = the layer selects.
+        indices: of a selection to attend to; None = the layer selects.
     """
     config, batch, heads, (cut, kv_cut) = spec.config, query.shape[0], spec.heads, spec.cuts
     masked, whole = text_mask is not None and len(kv_cut.dense) > 0, config.pad_type != "none"
-    if counts is not None:
-        lists = counts.shape[0], counts.shape[1]
+    room = spec.room
+    if indices is not None:
+        lists, room = (indices.shape[0], indices.shape[1]), indices.shape[3]
     elif spec.chooses:
         lists = batch, 1 if config.mask_share_within_head else heads
     else:
         lists = batch if masked and whole else 1, 1
     out = _tokens(spec, query, _tokens_of(spec.returned or spec.rows, spec.layout.length))
-    found = {"out": out, "counts": Like((*lists, cut.num_tiles)), "indices": Like((*lists, cut.num_tiles, kv_cut.num_tiles))}
+    found = {"out": out, "counts": Like((*lists, cut.num_tiles)), "indices": Like((*lists, cut.num_tiles, room))}
     if masked and not whole:
         found["lengths"] = Like((batch, 1, kv_cut.num_tiles))
     if spec.estimates:
@@ -61,9 +62,9 @@ def results(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, counts: Te
     return found
 
 
-def everything(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, counts: Tensor | None) -> dict[str, Like]:
+def everything(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, indices: Tensor | None) -> dict[str, Like]:
     """``results``, and of a layer that records a gradient the fields of its ``Tape``, by the names of TAPE."""
-    found = results(spec, query, text_mask, counts)
+    found = results(spec, query, text_mask, indices)
     return found | {f"tape_{name}": like for name, like in _taped(spec, query).items()} if spec.recorded else found
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from .budget import most_tiles
 from .config import SSTAConfig
 from .cut import Cut, cut_of
 from .kernels.memo import remember_plain
@@ -74,6 +75,11 @@ class LayerSpec(NamedTuple):
     def chooses(self) -> bool:
         """Whether the layer has tiles to choose and does not attend to fixed ones."""
         return self.config.selected_by != "sta" and all([cut.num_video_tiles > 0 for cut in self.cuts])
+
+    @property
+    def room(self) -> int:
+        """How many of the keys' tiles a list of the selection has room for."""
+        return most_tiles(self.config, *self.cuts) if self.chooses else self.cuts[1].num_tiles
 
     @property
     def estimates(self) -> bool:

@@ -76,11 +76,11 @@ def topk_blocks(scores: Tensor, k_per_row: int | Tensor, apart: Tensor | None = 
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, taken.expand(scores.shape))
 
 
-def keep_blocks(forced: Tensor, keep: Tensor | None, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def keep_blocks(forced: Tensor, keep: Tensor | None, active: Tensor | None = None, room: int | None = None) -> tuple[Tensor, Tensor]:
     """``select`` with the blocks themselves in place of scores; does not wait for the device.
 
     Args:
-        forced, active: as there.
+        forced, active, room: as there; room None = all blocks.
         keep: bool ``[B, H, N, K]``, the kept ones among the first N query and K key blocks; None = no more than ``forced``.
     """
     kept = forced[None, None]
@@ -93,16 +93,16 @@ def keep_blocks(forced: Tensor, keep: Tensor | None, active: Tensor | None = Non
         kept = kept & both | alone
     blocks = kept.shape[-1]
     ids = torch.arange(blocks, dtype=torch.int32, device=kept.device).expand(kept.shape)
-    counts, indices = compact_lists(ids, kept, blocks)
-    return counts, indices
+    return compact_lists(ids, kept, blocks if room is None else room)
 
 
-def select(forced: Tensor, scores: Tensor | None, k_per_row: int | Tensor, active: Tensor | None, beyond: bool) -> tuple[Tensor, Tensor]:
+def select(forced: Tensor, scores: Tensor | None, k_per_row: int | Tensor, active: Tensor | None, beyond: bool, room: int
+           ) -> tuple[Tensor, Tensor]:
     """See ``Backend.select``."""
     if scores is None:
-        return keep_blocks(forced, None, active)
+        return keep_blocks(forced, None, active, room)
     apart = forced[:scores.shape[-2], :scores.shape[-1]] if beyond else None
-    return keep_blocks(forced, topk_blocks(scores, k_per_row, apart), active)
+    return keep_blocks(forced, topk_blocks(scores, k_per_row, apart), active, room)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def _highest(scores, number, real):
 
 
 @triton.jit
-def _select_kernel(scores, active, k_per_row, forced, counts, indices, k_all, heads, blocks, scored_rows, scored, per_list,
+def _select_kernel(scores, active, k_per_row, forced, counts, indices, k_all, heads, blocks, room, scored_rows, scored, per_list,
                    WIDTH: tl.constexpr, SCORES: tl.constexpr, PER_ROW: tl.constexpr, ACTIVE: tl.constexpr, BEYOND: tl.constexpr):
     row, head, batch = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     rows = tl.num_programs(0)
@@ -143,8 +143,9 @@ def _select_kernel(scores, active, k_per_row, forced, counts, indices, k_all, he
         keep = tl.where(tl.load(active + batch * blocks + row) != 0, both, column == row)
     line = (batch * heads + head) * rows + row
     kept = keep.to(tl.int32)
-    tl.store(indices + line * blocks + tl.cumsum(kept, 0) - 1, column, mask=keep)
-    tl.store(counts + line, tl.sum(kept, 0))
+    place = tl.cumsum(kept, 0) - 1
+    tl.store(indices + line * room + place, column, mask=keep & (place < room))
+    tl.store(counts + line, tl.minimum(tl.sum(kept, 0), room))
 
 
 @triton.jit(do_not_specialize=("mask_batch", "mask_token", "blocks", "least"))
@@ -164,11 +165,12 @@ def score(q_means: Tensor, k_means: Tensor, lambda_: float | None) -> Tensor:
     return _score((), (q_means.contiguous(), k_means.contiguous()), lambda_)[0]
 
 
-def select(forced: Tensor, scores: Tensor | None, k_per_row: int | Tensor, active: Tensor | None, beyond: bool) -> tuple[Tensor, Tensor]:
+def select(forced: Tensor, scores: Tensor | None, k_per_row: int | Tensor, active: Tensor | None, beyond: bool, room: int
+           ) -> tuple[Tensor, Tensor]:
     """See ``Backend.select``."""
     per_row, k_all = (k_per_row, 0) if isinstance(k_per_row, Tensor) else (None, k_per_row)
     given = [None if x is None else x.contiguous() for x in (scores, active, per_row)]
-    counts, indices = _select(given, (forced,), k_all, beyond)
+    counts, indices = _select(given, (forced,), k_all, beyond, room)
     return counts, indices
 
 
@@ -194,11 +196,12 @@ def _write_score(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], lam
                 (*integers, 1.0 if lambda_ is None else lambda_ / 2), dict(SIDE=SIDE, PART=PART, WIDTH=width), {})
 
 
-def _write_select(plan: Plan, xs: Sequence[Tensor | None], others: Sequence[Tensor], k_all: int, beyond: bool) -> None:
+def _write_select(plan: Plan, xs: Sequence[Tensor | None], others: Sequence[Tensor], k_all: int, beyond: bool, room: int
+                  ) -> None:
     (scores, active, k_per_row), (forced,) = xs, others
     rows, blocks = forced.shape
     batch, heads = (1 if active is None else active.shape[0], 1) if scores is None else scores.shape[:2]
-    counts, indices = (plan.result(batch, heads, rows, *shape, dtype=torch.int32) for shape in ((), (blocks,)))
+    counts, indices = (plan.result(batch, heads, rows, *shape, dtype=torch.int32) for shape in ((), (room,)))
     if not indices.numel():
         return
     width = power_of_2(blocks)
@@ -207,7 +210,7 @@ def _write_select(plan: Plan, xs: Sequence[Tensor | None], others: Sequence[Tens
     kind = None if active is None else active.dtype
     # Numbers that are shared by all lists are read by each.
     per_list = scored_rows if k_per_row is not None and k_per_row.numel() > scored_rows else 0
-    numbers = (k_all, heads, blocks, scored_rows, scored, per_list)
+    numbers = (k_all, heads, blocks, room, scored_rows, scored, per_list)
     # What is not there is not read, and stands for any pointer.
     plan.launch(_launch_select, (plan.device, kind, width, numbers, *given.values()), (rows, heads, batch), (),
                 (*[forced if x is None else x for x in xs], forced, counts, indices), numbers, dict(WIDTH=width, **given),

@@ -127,10 +127,11 @@ def test_scores_are_those_of_the_definition(row, heads, kv_heads, blocks, keys, 
 
 @rows
 @settings(max_examples=15)
-@given(scored=st.integers(1, 6), keys=st.integers(1, 6), dense=st.integers(0, 2), masked=st.booleans(), seed=st.integers(0, 1000))
+@given(scored=st.integers(1, 6), keys=st.integers(1, 6), dense=st.integers(0, 2), masked=st.booleans(), seed=st.integers(0, 1000),
+       room=st.integers(1, 8))
 @pytest.mark.slow
-def test_selected_blocks_are_the_best_and_the_forced(row, scored, keys, dense, masked, seed):
-    """Scores with many ties, among them infinities, NaN and both zeros; and where keys have blocks of their own."""
+def test_selected_blocks_are_the_best_and_the_forced(row, scored, keys, dense, masked, seed, room):
+    """Scores with many ties, among them infinities, NaN and both zeros; where keys have blocks of their own, and lists room for fewer."""
     generator = torch.Generator().manual_seed(seed)
     keys = scored if masked else keys
     values = torch.tensor([-torch.inf, -2.0, -0.0, 0.0, 1.5, torch.inf, torch.nan])
@@ -143,10 +144,11 @@ def test_selected_blocks_are_the_best_and_the_forced(row, scored, keys, dense, m
     steps, plain = both(row)
     for given_scores, k_per_row, beyond in ((scores, number, False), (scores, per_row, False), (None, 0, False),
                                             (scores, number, True), (scores, per_row, True), (scores, shared, True)):
-        counts, indices = steps.select(forced, given_scores, k_per_row, active, beyond)
-        expected = plain.select(forced, given_scores, k_per_row, active, beyond)
+        counts, indices = steps.select(forced, given_scores, k_per_row, active, beyond, room)
+        expected = plain.select(forced, given_scores, k_per_row, active, beyond, room)
         assert counts.dtype == indices.dtype == torch.int32 and torch.equal(counts, expected[0])
-        filled = torch.arange(keys + dense, device=DEVICE) < counts[..., None]
+        assert indices.shape[-1] == room and counts.max() <= room
+        filled = torch.arange(room, device=DEVICE) < counts[..., None]
         assert torch.equal(indices[filled], expected[1][filled])
 
 
@@ -197,6 +199,6 @@ def test_real_sizes_on_a_gpu(row, tokens):
     forced[:n, :n] = torch.rand(n, n, device=DEVICE) < 0.1
     counts = torch.randint(0, n // 2, scores.shape[:3], device=DEVICE, dtype=torch.int32)
     for k_per_row, beyond in ((20, False), (counts, True)):
-        found, expected = (by.select(forced, scores, k_per_row, None, beyond) for by in (steps, plain))
+        found, expected = (by.select(forced, scores, k_per_row, None, beyond, forced.shape[1]) for by in (steps, plain))
         filled = torch.arange(layout.num_tiles, device=DEVICE) < found[0][..., None]
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1][filled], expected[1][filled])

@@ -32,7 +32,7 @@ def select(tokens, scores, **changes):
     config = SSTAConfig(tile_thw=(1, 1, 1), **changes)
     x = torch.zeros(batch, heads, tokens.length, 2)
     layer = layer_of(x, x, tokens, config)
-    found = layer.fixed.chosen(layer.backend, scores, layer.budget(scores), None, None, None)
+    found = layer.fixed.chosen(layer.backend, scores, layer.budget(scores), layer.room, None, None, None)
     window = near(layer.tiles.tile_grids, config.kernel_thw) & (config.selected_by == "ssta")
     return found.blocks.to_mask(), window
 

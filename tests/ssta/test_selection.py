@@ -14,6 +14,7 @@ from ssta import DenseRun, SSTAConfig, TokenLayout, ssta_3d_attention, tile_layo
 from ssta.budget import threshold_counts
 from ssta.kernels.eager.ranking import topk_blocks
 from ssta.scoring import descriptors
+from ssta.selection import fixed_tiles
 
 PLAIN = backend_of("torch")
 
@@ -62,6 +63,19 @@ def test_selection_by_tritons_kernels_is_the_definition(case):
 
 def expected_slots(selection):
     return sum(len(tile.slots) for tile in selection.tiles)
+
+
+@given(cases(dtypes=(torch.float32,)), st.sampled_from([{}, dict(topk=2), dict(density=0.3), dict(sparse_type="block_attn")]))
+def test_lists_have_room_for_what_a_layer_can_select_and_hardly_more(case, changes):
+    of = case.config
+    if changes:
+        case = replace(case, config=SSTAConfig(tile_thw=of.tile_thw, kernel_thw=of.kernel_thw, pad_type=of.pad_type, **changes))
+    lists, layout, config = case.select(), case.layout(), case.config
+    assert lists.counts.max() <= lists.capacity <= layout.num_tiles
+    if layout.num_video_tiles and not layout.num_dense_tiles and config.selected_by != "sta":
+        window = 0 if config.selected_by == "block_attn" else max(fixed_tiles(layout, layout, config.kernel_thw, config.selected_by).window)
+        most = window + config.row_topk if config.density is None else max(window, config.density * layout.num_tiles + 1)
+        assert lists.capacity <= max(1, most)
 
 
 @given(cases(dtypes=(torch.float32,)))
