@@ -13,7 +13,7 @@ from peft import LoraConfig
 from tiny_hunyuan import SPARSE
 from tiny_models import TINY, run, steps_at
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ssta import SSTAConfig
 from ssta.pipelines import Ramp, Schedule, apply_ssta, frozen_checkpoint, set_density, teacher_student
@@ -328,9 +328,9 @@ def test_what_comes_between_forward_and_backward_changes_nothing():
         plain = both_gradients(False)
         model.enable_gradient_checkpointing(frozen_checkpoint)
         assert all(torch.equal(ours, expected) for ours, expected in zip(both_gradients(True), plain, strict=True))
-        # A function that SSTA does not know has no forward's state.
+        # A function that SSTA does not know has no forward's state: torch sees lists of another density, or the canvas is not known.
         model.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False))
-        with pytest.raises(ValueError, match="canvas"):
+        with pytest.raises((ValueError, CheckpointError), match="canvas|different metadata"):
             both_gradients(True)
 
 
