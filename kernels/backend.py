@@ -146,11 +146,11 @@ class Backend:
         error_scores: ``(mass, half_variance, log_count, parts) -> float32 [B, H, N, K]``: mass x h / tokens, of ``BlockEstimates``' fields.
         select: ``(forced, scores, k_per_row, active, beyond, room) -> (counts, indices)`` of BlockLists, ids ascending. forced: bool
             ``[T, T']``, True keeps the block for all batch elements and heads. scores: of the first N query and K key blocks; None = no
-            more than forced, with H = 1. k_per_row: how many of the best each of the first N rows gets, at most K: an int or int32 ``[B,
-            H, N]``, or ``[1, 1, N]`` for all alike; of equal scores the first is better, NaN counts as -inf. active ``[B, T]`` or ``[B,
-            1, T]``, not 0 where a block is active: one that is not attends only to itself, and no other to it; needs T = T'. beyond:
-            k_per_row counts blocks that are not forced, instead of the best whether forced or not. room: how many blocks a list holds;
-            those past it are lost.
+            more than forced, with H = 1. k_per_row: how many of the best each of the first N rows gets, at most K: an int or int32
+            ``[B, H, N]``, or ``[1, 1, N]`` for all alike; of equal scores the first is better, NaN counts as -inf. active ``[B, T]`` or
+            ``[B, 1, T]``, not 0 where a block is active: one that is not attends only to itself, and no other to it; needs T = T'.
+            beyond: k_per_row counts blocks that are not forced, instead of the best whether forced or not. room: how many blocks a list
+            holds; those past it are lost.
         valid_lengths: ``(valid, runs, before, lengths, least) -> int32 [B, 1, T]``: what of each block is left where in its run only so
             many tokens count as are valid, the first ones. valid: bool ``[B, L]`` of all runs, one after another; runs: int32 ``[2, T]``,
             where each block's run begins and ends in it, nowhere for a block of none; before: int32 ``[T]``, the run's tokens before the

@@ -39,9 +39,9 @@ def results(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, indices: T
     """
     config, batch, heads, (cut, kv_cut) = spec.config, query.shape[0], spec.heads, spec.cuts
     masked, whole = text_mask is not None and len(kv_cut.dense) > 0, config.pad_type != "none"
-    room = spec.room
+    room = spec.room if indices is None else indices.shape[3]
     if indices is not None:
-        lists, room = (indices.shape[0], indices.shape[1]), indices.shape[3]
+        lists = indices.shape[0], indices.shape[1]
     elif spec.chooses:
         lists = batch, 1 if config.mask_share_within_head else heads
     else:
