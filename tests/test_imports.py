@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {"ssta": "ssta", "kernels": "ssta.kernels", "pipelines": "ssta.pipelines"}
-# A folder of kernels/ -> the folders that it may import besides itself and the modules at the top. interfaces/ may import them all.
+# A folder of kernels/ -> the folders that it may import besides itself and the modules at the top.
 MAY_IMPORT = {"eager": (), "lowering": (), **dict.fromkeys(("portable", "hopper", "cudnn", "prologue"), ("lowering",))}
 # A room of pipelines/ -> what of the others it may import: rooms, or modules of theirs.
 ROOMS = {"schedule": (), "ranks": ("patch.call", "patch.family", "patch.report"),
@@ -24,12 +24,15 @@ ROOMS = {"schedule": (), "ranks": ("patch.call", "patch.family", "patch.report")
 # Rooms that run without diffusers.
 WITHOUT_DIFFUSERS = ("schedule", "plugs")
 # At the top, what runs the implementations and is therefore imported by none of these folders; and the specification.
-ABOVE = ("attention", "token_attention", "backend", "op", "routing", "reference", "interfaces")
+ABOVE = ("attention", "tokens", "within_blocks", "backend", "op", "routing", "reference", "interfaces")
 # Where Triton is imported when a file is loaded.
 TRITON = ("portable", "hopper", "cudnn", "lowering")
 # Names in the door of kernels/: at most so many.
 DOOR = 12
-# What the floors above may take of kernels/ besides its door: ground that all floors stand on and that knows nothing of attention.
+# The second door, which interfaces/ may take from besides the first.
+TOKENS = "ssta.kernels.tokens"
+# What interfaces/ and the floors above may take of kernels/ besides its doors: ground that all floors stand on and that knows nothing of
+# attention.
 COMMON = ("checks", "memo", "notices", "operators", "routing")
 # Files of ssta/ that may ask whether anybody watches: what calls of a layer and of a cache, and an exchange, are to a compiler, a mode or a
 # tracer.
@@ -89,11 +92,9 @@ def is_module(module: str) -> bool:
 
 
 @cache
-def door() -> frozenset[str]:
-    """What kernels/ lets the floors above it take."""
-    import ssta.kernels
-
-    return frozenset(ssta.kernels.__all__)
+def door(module: str = "ssta.kernels") -> frozenset[str]:
+    """What kernels/ lets the floors above it take, or another module others."""
+    return frozenset(importlib.import_module(module).__all__)
 
 
 def room(module: str) -> str | None:
@@ -148,6 +149,9 @@ def violations(path: str, source: str) -> list[str]:
         by_the_door = target == "ssta.kernels" and imported.name in door() or room(target) in COMMON and imported.name is not None
         if floor != "ssta.kernels" and is_in(target, "ssta.kernels") and not by_the_door:
             found.append(f"kernels is entered by its door, not for {target} {imported.name or ''}".rstrip())
+        by_the_second = target == TOKENS and imported.name in door(TOKENS)
+        if own == "interfaces" and is_in(target, floor) and room(target) != own and not (by_the_door or by_the_second):
+            found.append(f"interfaces enter kernels by its doors, not for {target} {imported.name or ''}".rstrip())
         if floor == "ssta" and imported.name == "watched" and path not in MAY_ASK:
             found.append(f"only {' and '.join(MAY_ASK)} ask who watches")
         other = room(target)
@@ -173,11 +177,16 @@ def test_the_door_of_kernels_is_narrow_and_everything_in_it_is_wanted():
     assert {name for name in door() - taken if not re.search(rf"\b{name}\b", told)} == set()
 
 
-def test_what_is_in_the_door_is_there_and_says_what_it_is():
-    import ssta.kernels
+def test_everything_in_the_second_door_is_wanted_by_an_interface():
+    taken = {imported.name for path in package_files() if path.startswith("kernels/interfaces/")
+             for imported in imports_of((ROOT / path).read_text(), ".".join(["ssta", *Path(path).parts[:-1]])) if imported.module == TOKENS}
+    assert door(TOKENS) == taken
 
-    for name in door():
-        value = getattr(ssta.kernels, name)
+
+@pytest.mark.parametrize("module", ["ssta.kernels", TOKENS])
+def test_what_is_in_a_door_is_there_and_says_what_it_is(module):
+    for name in door(module):
+        value = getattr(importlib.import_module(module), name)
         assert not (inspect.isfunction(value) or inspect.isclass(value)) or inspect.getdoc(value), f"{name} has no docstring"
 
 
@@ -203,6 +212,10 @@ def test_file_keeps_the_import_rules(path):
     ("kernels/lowering/chunks.py", "from ..hopper import config"),
     ("kernels/prologue/select_kernel.py", "def f():\n    from ..eager.blocks import steps"),
     ("kernels/interfaces/other.py", "from ...layout import TileLayout"),
+    ("kernels/interfaces/other.py", "from ..attention import block_sparse_attention"),
+    ("kernels/interfaces/other.py", "from ..tokens import KeyLists"),
+    ("kernels/interfaces/other/more.py", "def f():\n    from ...portable.probabilities import importance"),
+    ("kernels/interfaces/other.py", "from .. import blocks"),
     ("kernels/device.py", "import diffusers"),
     ("kernels/cudnn/attention.py", "import cudnn"),
     ("kernels/cudnn_check.py", "from .cudnn.attention import cudnn_forward"),
@@ -239,7 +252,8 @@ def test_a_broken_rule_is_seen(path, source):
 @pytest.mark.parametrize("path, source", [
     ("kernels/attention.py", "def f():\n    import triton\n    from .portable.forward import triton_forward"),
     ("kernels/portable/forward.py", "import triton\nfrom ..lowering import primitives\nfrom .config import forward_config"),
-    ("kernels/interfaces/other.py", "from ..attention import block_sparse_attention"),
+    ("kernels/interfaces/other.py", "from .. import BlockLists\nfrom ..checks import require_int\nfrom ..tokens import token_attention"),
+    ("kernels/interfaces/other/more.py", "from ... import merge_attention\nfrom ..packed import pack_heads"),
     ("ssta/selection.py", "from .kernels import BlockLists\nfrom .layout import TileLayout"),
     ("ssta/report.py", "from ssta.kernels import choose_route\nfrom ssta.kernels.operators import on_device"),
     ("ssta/op.py", "from .kernels.operators import watched"),

@@ -9,7 +9,7 @@ from .steps import GATHER_ELEMENTS, compute_dtype
 
 
 def importance(q: Tensor, k: Tensor, lse: Tensor, firsts: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """As in portable/probabilities.py, for any floating-point inputs. ``firsts`` and ``seen`` are not needed: all rows are computed."""
+    """See ``tokens.importance``; any floating-point inputs. ``firsts`` and ``seen`` are not needed: all rows are computed."""
     group = q.shape[1] // k.shape[1]
     queries = (q.float() * scale).unflatten(1, (-1, group)).permute(1, 0, 2, 3).flatten(1, 2)
     row_lse = lse.unflatten(1, (-1, group)).transpose(0, 1).flatten(1)[..., None]

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..attention import block_sparse_attention
-from ..blocks import BlockLists
+from .. import BlockLists, block_sparse_attention
 from ..checks import INTEGERS, require_int, require_mask, require_values
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..attention import block_sparse_attention
-from ..blocks import BlockLists
+from .. import BlockLists, block_sparse_attention
 from ..checks import DTYPES, INTEGERS, check_tensor, require_int
 from ..routing import SHORTEST_TILE
 from .packed import ENOUGH_ROWS, pack_heads, require_groups, unpack_heads

@@ -281,8 +281,8 @@ def test_compiles_without_a_break(impl):
 
 def test_operator_registration():
     """torch's own checks of schema, fake tensors and autograd registration."""
-    from ssta.kernels.token_attention import _forward
     from ssta.kernels.token_lists import Packed, lists_from_ids
+    from ssta.kernels.tokens import _forward
 
     q, k, v = (x[0].requires_grad_() for x in inputs(1, 12, 4, 2, 16, 8, "cpu", torch.float32))
     cu = torch.tensor([0, 12], dtype=torch.int32)

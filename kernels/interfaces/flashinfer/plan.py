@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention import block_sparse_attention
-from ...blocks import BlockLists
+from ... import BlockLists, block_sparse_attention
 from ...checks import DTYPES, check_tensor, require_bool, require_int, require_integers, require_mask, require_values, resolve_scale
 from ...routing import KERNEL_DTYPES
+from ...tokens import attention_within_blocks, listed_keys
 from ..packed import ENOUGH_ROWS, pack_heads, require_groups, unpack_heads
-from ..within_blocks import attention_within_blocks, listed_keys
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

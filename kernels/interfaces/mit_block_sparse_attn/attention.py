@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...attention import block_sparse_attention
+from ... import block_sparse_attention
 from ...checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, require_number, resolve_scale
-from ...token_lists import Packed
+from ...tokens import Packed
 from ..packed import packed_blocks
 from .patterns import BLOCK, Sequences, masked
 from .token_streaming import WithoutGradient, attend_partly_seen

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...token_lists import Packed
+from ...tokens import Packed
 from ..packed import Cut
 
 # Tokens of a block, of queries and of keys.

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...blocks import BlockLists
-from ...merge import merge_attention
+from ... import BlockLists, merge_attention
+from ...tokens import attention_within_blocks
 from ..packed import Cut
-from ..within_blocks import attention_within_blocks
 from .patterns import BLOCK, Sequences
 
 # The sinks end in one block; 128 windows, each a token further than the last, begin in two.

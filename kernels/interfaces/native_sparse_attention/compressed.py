@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...checks import INTEGERS, check_tensor, check_token_inputs, require_int, resolve_scale
 from ...routing import choose_token_impl
-from ...token_attention import token_attention
-from ...token_lists import Packed, lists_from_ids
+from ...tokens import Packed, importance, lists_from_ids, token_attention
 
 DIMS = "[batch, tokens, heads, head_dim]"
 # Means that the compressed branch takes as one block.
@@ -96,7 +95,7 @@ def parallel_nsa_topk(
     q, k, _ = check_token_inputs(q, k, k, dims=DIMS)
     TK, block_size = require_int("TK", TK, 1), require_int("block_size", block_size, 1)
     packed = _packed_blocks(q, k, TK, block_size, cu_seqlens)
-    scale, kernel = resolve_scale(scale, q.shape[-1]), choose_token_impl(impl, q.device, q.dtype, q.shape[-1]) == "triton"
+    scale, impl = resolve_scale(scale, q.shape[-1]), choose_token_impl(impl, q.device, q.dtype, q.shape[-1])
     limits = None
     if isinstance(block_counts, Tensor):
         check_tensor("block_counts", block_counts, INTEGERS, (*q.shape[:2], k.shape[2]), "[B, T, H]", q.device)
@@ -105,13 +104,9 @@ def parallel_nsa_topk(
     if lse is None:
         lse = parallel_nsa_compression(q, k, k, TK, block_size, scale, cu_seqlens, impl=impl)[1]
     check_tensor("lse", lse, (torch.float32, torch.float64), q.shape[:3], "[B, T, HQ]", q.device)
-    if kernel:
-        from ...portable.probabilities import importance
-    else:
-        from ...eager.probabilities import importance
     _, origin, position = _places(packed, block_size)
     chosen = torch.full((*q.shape[:2], k.shape[2], block_counts), -1, dtype=torch.int32, device=q.device)
-    at_once = max(1, CHOICE_ELEMENTS // max((k if kernel else q).shape[2] * k.shape[1], 1))
+    at_once = max(1, CHOICE_ELEMENTS // max((k if impl == "triton" else q).shape[2] * k.shape[1], 1))
     # A sum in float32 must stay one under autocast.
     with torch.autocast(q.device.type, enabled=False):
         for b in range(q.shape[0]):
@@ -123,7 +118,7 @@ def parallel_nsa_topk(
                 # In a single sequence these tokens see blocks up to that of the last of them.
                 last = TK - q.shape[1] + min(first + at_once, q.shape[1]) - 1
                 number_seen = k.shape[1] if cu_seqlens is not None else last // block_size + 1
-                weights = importance(q[b, some], k[b, :number_seen], log_sums[some], first_row[some], seen[some], scale)
+                weights = importance(q[b, some], k[b, :number_seen], log_sums[some], first_row[some], seen[some], scale, impl)
                 ids = _topk_blocks(weights, number[:number_seen] - first_row[some, None], place[some, None], block_size, block_counts)
                 chosen[b, some, :, :ids.shape[2]] = ids
     if limits is not None:
@@ -131,8 +126,8 @@ def parallel_nsa_topk(
     return chosen
 
 
-def _topk_blocks(importance: Tensor, block: Tensor, position: Tensor, block_size: int, count: int) -> Tensor:
-    """int32 [t, H, min(count, rows)] of importance [H, t, rows], of which only that of seen blocks is defined, and which is written over.
+def _topk_blocks(weights: Tensor, block: Tensor, position: Tensor, block_size: int, count: int) -> Tensor:
+    """int32 [t, H, min(count, rows)] of weights [H, t, rows], of which only that of seen blocks is defined, and which is written over.
 
     block [t, rows] is the number of a row in the token's sequence, and may lie outside of it; position [t, 1] the token's place there, or
     -1.
@@ -140,9 +135,9 @@ def _topk_blocks(importance: Tensor, block: Tensor, position: Tensor, block_size
     own = position // block_size
     seen, allowed = block < (position + 1) // block_size, (block >= 0) & (block <= own)
     # NaN counts as nothing: the blocks that every token takes must not lose to it.
-    importance = importance.masked_fill_(~(seen & (importance >= 0)), 0.0).masked_fill_((block == 0) | (block >= own - 1), float("inf"))
+    weights = weights.masked_fill_(~(seen & (weights >= 0)), 0.0).masked_fill_((block == 0) | (block >= own - 1), float("inf"))
     # Floats of at least 0 are ordered as their bits are. The row breaks ties, which topk alone would by chance.
-    rank = importance.view(torch.int32).long().mul_(2**32).sub_(torch.arange(block.shape[1], device=block.device))
+    rank = weights.view(torch.int32).long().mul_(2**32).sub_(torch.arange(block.shape[1], device=block.device))
     best, row = rank.masked_fill_(~allowed, -2**62).topk(min(count, block.shape[1]), dim=-1)
     ids = block.expand(row.shape[0], -1, -1).gather(2, row)
     return ids.masked_fill_(best == -2**62, -1).transpose(0, 1).int()

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int
 from ...routing import choose_token_impl
-from ...token_attention import token_attention
-from ...token_lists import PaddedCache, TokenLists, lists_from_rows
+from ...tokens import PaddedCache, TokenLists, lists_from_rows, token_attention
 
 
 def block_sparse_flash_decode_gqa_indice(

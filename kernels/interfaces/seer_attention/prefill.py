@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...attention import block_sparse_attention
+from ... import block_sparse_attention
 from ...checks import INTEGERS, check_tensor, check_token_inputs, require_int, require_values, resolve_scale
 from ...routing import choose_token_impl
-from ...token_attention import token_attention
-from ...token_lists import Packed, lists_from_mask
+from ...tokens import Packed, lists_from_mask, pooling, token_attention
 from ..packed import Cut, packed_blocks
 
 
@@ -124,14 +123,6 @@ def attn_pooling(
     check_tensor("cu_seqlens", cu_seqlens, INTEGERS, (None,), "[B + 1]", q.device)
     max_seqlen, block_size = require_int("max_seqlen", max_seqlen, 1), require_int("block_size", block_size, 1)
     scale, impl = resolve_scale(sm_scale, q.shape[-1]), choose_token_impl(impl, q.device, q.dtype, q.shape[-1])
-    if impl == "triton":
-        from ...portable.probabilities import LARGEST_BLOCK
-        from ...portable.probabilities import triton_pooling as pool
-
-        if block_size > LARGEST_BLOCK:
-            raise ValueError(f"block_size must be at most {LARGEST_BLOCK} with impl='triton', got {block_size}")
-    else:
-        from ...eager.probabilities import torch_pooling as pool
     bounds = require_values("cu_seqlens", cu_seqlens).tolist()
     lengths = [end - start for start, end in zip(bounds, bounds[1:])]
     if not lengths or bounds[0] < 0 or min(lengths) < 0 or bounds[-1] > min(q.shape[0], k.shape[0]):
@@ -141,12 +132,9 @@ def attn_pooling(
     number = -(-max_seqlen // block_size)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     by_block = torch.zeros(len(lengths), q.shape[1], number, number, dtype=dtype, device=q.device)
-    by_token = []
-    with torch.no_grad():
-        for into, start, end in zip(by_block, bounds, bounds[1:]):
-            by_token.append(pool(q[start:end], k[start:end], scale, block_size, into)[None])
-        by_block /= by_block.sum(-1, keepdim=True) + 1e-6
-    return by_block.to(q.dtype), by_token
+    by_token = pooling(q, k, bounds, scale, block_size, by_block, impl)
+    by_block /= by_block.sum(-1, keepdim=True) + 1e-6
+    return by_block.to(q.dtype), [x[None] for x in by_token]
 
 
 # The name of attn_pooling in SeerAttention's code, where its documents call it so.

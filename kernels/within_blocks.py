@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..block_masks import in_range, prefix_mask
-from ..blocks import BlockLists
-from ..checks import without_autocast
-from ..operators import NAMESPACE
-from ..routing import TOKEN_IMPLEMENTATIONS, choose_route, require_impl
+from .block_masks import in_range, prefix_mask
+from .blocks import BlockLists
+from .checks import without_autocast
+from .operators import NAMESPACE
+from .routing import TOKEN_IMPLEMENTATIONS, choose_route, require_impl
 
 
 def attention_within_blocks(
@@ -62,10 +62,10 @@ def _forward(
                                     max_kv_length)
     with without_autocast(q.device.type):
         if impl == "triton":
-            from ..portable.gathered import ElementMask, gathered_forward
+            from .portable.gathered import ElementMask, gathered_forward
 
             return gathered_forward(q, k, v, blocks, scale, False, ElementMask(soft_cap, mask, first_entry, order, total, packed))
-        from ..eager.within import torch_within
+        from .eager.within import torch_within
 
         return torch_within(q, k, v, blocks, scale, soft_cap, mask, first_entry, total, packed)
 

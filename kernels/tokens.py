@@ -1,7 +1,7 @@
-"""token_attention: check the arguments, choose an implementation, call it; its torch.library registration.
+"""The second door: attention that is decided token by token, and what libraries with such attention ask of its probabilities.
 
-What block_sparse_attention is to lists of query blocks, this is to lists of single query tokens. The interfaces of libraries that have
-such lists stand on it.
+What block_sparse_attention is to lists of query blocks, ``token_attention`` is to lists of single query tokens, and
+``attention_within_blocks`` to blocks of which a token sees a part. The implementation of each is loaded when it is first chosen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from torch import Tensor
 from .checks import resolve_scale, without_autocast
 from .operators import NAMESPACE, differentiate_by, refuse_forward_mode, watched
 from .routing import choose_token_impl
-from .token_lists import KeyLists, PaddedCache, TokenLists
+from .token_lists import KeyLists, Packed, PaddedCache, TokenLists, lists_from_ids, lists_from_mask, lists_from_rows
+from .within_blocks import attention_within_blocks, listed_keys
+
+__all__ = ["Packed", "PaddedCache", "TokenLists", "attention_within_blocks", "importance", "listed_keys", "lists_from_ids",
+           "lists_from_mask", "lists_from_rows", "pooling", "token_attention"]
 
 
 def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale: float | None = None, impl: str = "auto"
@@ -25,7 +29,7 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
         q: ``[T, Hq, D]``, checked by ``check_token_inputs``, as k and v are.
         k: ``[R, Hkv, D]``; query head h reads head h // (Hq / Hkv).
         v: ``[R, Hkv, Dv]``.
-        lists: made by ``lists_from_ids`` or ``lists_from_mask``.
+        lists: made by ``lists_from_ids``, ``lists_from_mask`` or ``lists_from_rows``.
         scale: factor on the scores, positive; default 1 / sqrt(D).
         impl: "auto", "torch" or "triton", as ``choose_token_impl`` reads it.
 
@@ -48,6 +52,41 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
     keys = (None,) * 5 if inverse is None else (inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts, inverse.counts)
     cache = None if lists.cache is None else list(map(int, lists.cache))
     return _forward(q, k, v, lists.ids, lists.counts, lists.spans, lists.full, *keys, cache, lists.block_size, scale, impl)
+
+
+def importance(q: Tensor, k: Tensor, lse: Tensor, firsts: Tensor, seen: Tensor, scale: float, impl: str) -> Tensor:
+    """How much each key matters to a token: float32 ``[Hkv, T, R]`` of q ``[T, Hq, D]``, k ``[R, Hkv, D]`` and lse float32 ``[T, Hq]``,
+    contiguous.
+
+    A token's entries ``firsts`` up to ``firsts + seen``, int64 ``[T]`` both, are the sums over its group of exp(scale * score - lse); the
+    others may be anything. ``impl`` is "triton" or "torch". No gradient.
+    """
+    if impl == "triton":
+        from .portable.probabilities import importance as found
+    else:
+        from .eager.probabilities import importance as found
+    return found(q, k, lse, firsts, seen, scale)
+
+
+def pooling(q: Tensor, k: Tensor, bounds: list[int], scale: float, block_size: int, by_block: Tensor, impl: str) -> list[Tensor]:
+    """The largest causal attention probability in every block of keys, by token: for each sequence ``[Hq, L, ceil(L / block_size)]`` in q's
+    dtype, of the tokens from one of ``bounds`` up to the next in q ``[T, Hq, D]`` and k ``[T, Hkv, D]``.
+
+    ``by_block [B, Hq, N, N]``, zeros, takes the same by query block. ``impl`` is "triton" or "torch". No gradient.
+
+    Raises:
+        ValueError: blocks too large for "triton".
+    """
+    if impl == "triton":
+        from .portable.probabilities import LARGEST_BLOCK
+        from .portable.probabilities import triton_pooling as found
+
+        if block_size > LARGEST_BLOCK:
+            raise ValueError(f"block_size must be at most {LARGEST_BLOCK} with impl='triton', got {block_size}")
+    else:
+        from .eager.probabilities import torch_pooling as found
+    with torch.no_grad():
+        return [found(q[start:end], k[start:end], scale, block_size, into) for into, start, end in zip(by_block, bounds, bounds[1:])]
 
 
 @lru_cache
