@@ -1,4 +1,8 @@
-"""The same kernels under the signatures that users of other libraries already call; one package a library, loaded when first asked for."""
+"""The same kernels under the signatures that users of other libraries already call; one package a library, loaded when first asked for.
+
+Of all of them: what is wrong with an argument is a TypeError or a ValueError that says its name, what was required and what came, and
+docstrings say only what else is raised.
+"""
 
 # As in kernels/__init__.py: under its top-level name this folder stays empty.
 if __name__ != "kernels.interfaces":

@@ -28,9 +28,6 @@ def flex_block_attn_func(q: Tensor, k: Tensor, v: Tensor, q_block_size: int, kv_
         ``[B, Hq, Sq, D]`` in q's dtype, scaled by 1 / sqrt(D). Differentiable in q, k and v, bitwise deterministic. Never waits
         for the device (synchronises), and fits into CUDA graphs and compiled graphs.
 
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
-
     What differs from upstream: any head dimension, dtype and GPU; block sizes need not be multiples of 16 and 64 nor divide one another or
     the sequence; query blocks longer than key blocks mean what they say, as does Sq != Skv in the backward; rows without any block give
     zeros and zero gradients, whatever the block sizes.
@@ -52,7 +49,7 @@ def create_sparse_mask(Q: Tensor, block_size: int, selected_blocks: Iterable[tup
         bool ``[N, N]`` on Q's device, N = S // block_size.
 
     Raises:
-        TypeError, ValueError: the argument's name, what was required and what came; also a pair outside the N x N blocks.
+        ValueError: also a pair outside the N x N blocks.
     """
     if not isinstance(Q, Tensor) or Q.dim() != 4:
         raise ValueError(f"Q must be a tensor [batch, heads, tokens, head_dim], got {getattr(Q, 'shape', type(Q).__name__)}")

@@ -26,7 +26,7 @@ class SparseArgs:
         tile_shape: (query rows, keys) of a tile. Refused: the launch table, ``config.py``, chooses it by head_dim, block sizes and GPU.
 
     Raises:
-        TypeError, ValueError: what was required and what came, or why an option is refused.
+        ValueError: also where an option is refused, with the reason.
     """
 
     swap_ab: bool | None = None
@@ -74,9 +74,6 @@ def block_sparse_attn(
         (out, lse): out ``[Sq, Hq, D]`` in q's dtype, scaled by 1 / sqrt(D); lse float32 ``[Sq, Hq]``, natural logarithm (float64 for
         float64 inputs). A row without keys gives out = 0 and lse = -inf. Differentiable in q, k and v through both, bitwise
         deterministic. Never waits for the device (synchronises), and fits into CUDA graphs and compiled graphs.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
 
     What differs from upstream: any GPU and CPUs too; lengths need not be multiples of the blocks; a list is a set, so an id named twice is
     a mistake (which is not checked: it would synchronise). ``pack_gqa`` holds for the backward too.

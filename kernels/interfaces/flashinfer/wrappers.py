@@ -31,9 +31,6 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
     Returns:
         ``[nnz * R * C]`` in mask's dtype, on its device: for a row of n blocks R rows of n * C columns. Never synchronises, in one
         step for all rows. Blocks before the first row or behind the last one, which upstream leaves unwritten, are a row of their own.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
     """
     if not isinstance(mask, Tensor) or mask.dim() != 3:
         raise ValueError(f"mask must be a tensor [nnz, R, C], got {getattr(mask, 'shape', type(mask).__name__)}")
@@ -55,9 +52,6 @@ class _Wrapper:
             backend: "torch", "triton", "cudnn" or "hopper" as ``impl`` of ``block_sparse_attention``. FlashInfer's own names ("auto",
                 "fa2", "fa3", "vsa_sm100_blk128", ...) stand for kernels of FlashInfer's and all mean "auto".
             kv_layout: "NHD", tokens before heads; "HND" in pages of a cache, heads before entries, where ``plan`` is given their size.
-
-        Raises:
-            TypeError, ValueError: the argument's name, what was required and what came.
         """
         if not isinstance(backend, str) or backend not in UPSTREAM_BACKENDS + BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(map(repr, UPSTREAM_BACKENDS + BACKENDS))}, got {backend!r}")
@@ -141,9 +135,6 @@ class BlockSparseAttentionWrapper(_Wrapper):
         bool ``[Nq, Nk]``, ``[B, Nq, Nk]`` or ``[B, H, Nq, Nk]``, and block_size tokens for both. dtypes are q's; ``run`` then takes and
         returns tensors of these shapes. It never synchronises.
 
-        Raises:
-            TypeError, ValueError: the argument's name, what was required and what came.
-
         What differs from upstream: any head dimension, soft cap together with any R and C, a causal mask also for R * num_qo_heads /
         num_kv_heads < 4, packed masks of several rows, block_mask on any GPU with its own pattern for every query head; rows without
         keys give zeros. float8 inputs save no time, and products are as exact as the wider dtype's. Pages in "HND" layout are copied.
@@ -194,7 +185,6 @@ class BlockSparseAttentionWrapper(_Wrapper):
             (float64 for float64 inputs), logarithm to the base 2. A row without keys gives out = 0 and lse = -inf.
 
         Raises:
-            TypeError, ValueError: the argument's name, what was required and what came.
             RuntimeError: nothing is planned; FlashInfer's wrappers raise the same.
         """
         result, result_lse = self._planned().run(q, k, v, self._impl, (scale_q, scale_k, scale_v), out, lse, return_lse)
@@ -235,9 +225,6 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
             causal, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta, non_blocking: as in
                 ``BlockSparseAttentionWrapper.plan``; under ``causal`` listed keys stand in the order of the sequence.
             q_data_type, kv_data_type: dtype of q, k, v and of the result.
-
-        Raises:
-            TypeError, ValueError: the argument's name, what was required and what came.
 
         What differs from upstream: sums of the block sizes are checked; blocks of 0 tokens and a map without any block are legal; the plan
         keeps lists of blocks, not of tokens, so it is as small as the map.

@@ -49,9 +49,6 @@ def block_sparse_attn_func(
         Differentiable in q, k and v, also through the log-sum-exp. Never waits for the device, where upstream does, and fits into CUDA
         graphs.
 
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
-
     What differs from upstream: any GPU, head dimension and dtype; no dropout; ``base_blockmask`` may have more heads than there are ones,
     as numbers may be counted up beforehand; empty queries are zeros also past a sequence's end. Under a causal mask queries are copied to
     the rows of their keys and back unless ``cu_seqlens_q is cu_seqlens_k``.

@@ -18,9 +18,6 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, 
     Returns:
         (tokens ``[n, ...]``, their places int64 ``[n]`` in the batch seen as ``[B * S, ...]``, cu_seqlens int32 ``[B + 1]``, tokens of the
         longest sequence). Differentiable in hidden_states. Reads the mask back, as upstream: n is a shape.
-
-    Raises:
-        ValueError: the argument's name, what was required and what came.
     """
     if attention_mask.shape != hidden_states.shape[:2]:
         raise ValueError(f"attention_mask must be [B, S] = {list(hidden_states.shape[:2])}, got shape {tuple(attention_mask.shape)}")
@@ -33,9 +30,6 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Packed tokens ``[n, ...]`` back at their places int64 ``[n]`` of a batch ``[batch, seqlen, ...]``, zeros elsewhere;
     ``block_sparse_attn.bert_padding.pad_input``. Differentiable in hidden_states.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
     """
     batch, seqlen = require_int("batch", batch, 0), require_int("seqlen", seqlen, 0)
     if indices.shape != hidden_states.shape[:1]:

@@ -42,9 +42,6 @@ def parallel_nsa_compression(
         at or before, lse too, as upstream.
 
     Differentiable in q, k and v, also through lse; bitwise deterministic; never synchronises. Groups of any size.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
     """
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
     TK, block_size = require_int("TK", TK, 1), require_int("block_size", block_size, 1)
@@ -88,9 +85,6 @@ def parallel_nsa_topk(
 
     No gradient. In float32, for some tokens at a time; synchronises just to read a tensor of block_counts.
     Differs from fla on purpose: S is not rounded up to a power of two, and may be more than half of block_size.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
     """
     q, k, _ = check_token_inputs(q, k, k, dims=DIMS)
     TK, block_size = require_int("TK", TK, 1), require_int("block_size", block_size, 1)

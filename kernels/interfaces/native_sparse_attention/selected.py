@@ -73,9 +73,6 @@ def selected_attention(
 
     Differs from fla and tilelang on purpose: a token that selects nothing gives 0 and lse = -inf, not NaN; an index that is listed twice
     counts once, forward and backward; no block is read past the end of the keys; an int block_counts is honoured; groups of any size.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
     """
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
     check_tensor("block_indices", block_indices, INTEGERS, (*q.shape[:2], k.shape[2], None), "[B, T, H, S]", q.device)
@@ -117,9 +114,6 @@ def parallel_nsa(
         ``[B, T, HQ, Dv]`` in the dtype that torch promotes q's and the gates' to. Differentiable in q, k, v and the gates. Differences as
         in ``selected_attention`` and ``parallel_nsa_topk``; block_counts defaults to all of given block_indices; blocks are selected
         without g_cmp too.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
     """
     window_size, block_size = require_int("window_size", window_size, 0), require_int("block_size", block_size, 1)
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
@@ -158,9 +152,6 @@ def parallel_nsa_fwd(
         cu_seqlens_q, cu_seqlens_k: the two of ``cu_seqlens``, or None.
         token_indices_q: upstream's table of every token's sequence and place; both follow from cu_seqlens_q here, so it is not read.
         The others, and the result: as in ``selected_attention``, whose gradient this has too.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
     """
     cu_seqlens = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
@@ -205,9 +196,6 @@ def native_sparse_attention(*problem, **options):
 
     Differs from tilelang on purpose: nothing is compiled for the sizes, so making one costs nothing; it is differentiable; bfloat16 works
     too; and what ``selected_attention`` says, with the bound check that the kernel it replaces was missing.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
     """
     with_tensors = "Q" in options or problem and isinstance(problem[0], Tensor)
     return (_attend_tensors if with_tensors else NativeSparseAttention)(*problem, **options)

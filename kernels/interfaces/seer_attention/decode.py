@@ -36,9 +36,6 @@ def block_sparse_flash_decode_gqa_indice(
 
     Differs from upstream on purpose: a sequence without a visible key gives 0, not NaN; parts are merged in float32, not in q's dtype;
     the number of splits follows the GPU's multiprocessors.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
     """
     return _attend(q, k_cache, v_cache, cache_seqlens, "block_indices", block_indices, block_size, sm_scale, impl, left=False,
                    max_cache_seqlen=max_cache_seqlen, max_selected_blocks=max_selected_blocks)

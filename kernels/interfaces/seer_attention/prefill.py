@@ -39,9 +39,6 @@ def block_1d_gqa_sparse_attn_varlen_func(
 
     Differentiable in q, k and v for any group size; bitwise deterministic. Does not synchronise, where upstream reads
     cu_seqlens back; takes 4 bytes an entry of block_mask, twice that with gradients. Keyword arguments work, unlike upstream.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
     """
     max_seqlen, block_size = require_int("max_seqlen", max_seqlen, 1), require_int("block_size", block_size, 1)
     q, k, v, packed = _check_packed(q, k, v, cu_seqlens_k, cu_seqlens_q)
@@ -76,9 +73,6 @@ def block_2d_sparse_attn_varlen_func(
 
     Differentiable in q, k and v. Differs from upstream on purpose: k and v need not be repeated to Hq heads, and their gradients are right
     without; cu_seqlens are not read back.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
     """
     max_seqlen, block_size = require_int("max_seqlen", max_seqlen, 1), require_int("block_size", block_size, 1)
     q, k, v, packed = _check_packed(q, k, v, cu_seqlens_k, cu_seqlens_q)
@@ -115,9 +109,6 @@ def attn_pooling(
 
     No gradient, as upstream; never a matrix of tokens by tokens. Reads cu_seqlens back, because the list's shapes depend on it.
     Differs from upstream on purpose: float16 inputs give float16, not bfloat16, and scores are not rounded to it before the exponential.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
     """
     q, k, _ = check_token_inputs(q, k, k)
     check_tensor("cu_seqlens", cu_seqlens, INTEGERS, (None,), "[B + 1]", q.device)
@@ -153,9 +144,6 @@ def attn_pooling_qkv_varlen(
     Returns:
         out ``[T, Hq, D]`` in q's dtype, which is differentiable here, and Pool1D ``[B, Hq, max_seqlen, ceil(max_seqlen / block_size)]``,
         the second result of ``attn_pooling`` with 0 past a sequence's end.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
     """
     by_token = attn_pooling(q, k, cu_seqlens, max_seqlen, sm_scale, block_size, impl=impl)[1]
     number = -(-max_seqlen // block_size)
