@@ -1,4 +1,4 @@
-"""The same kernels under the signatures that users of other libraries already call; one module or package a library, loaded when first asked for.
+"""The same kernels under the signatures that users of other libraries already call: a module or package a library, loaded when asked for.
 
 Of all of them: what is wrong with an argument is a TypeError or a ValueError that says its name, what was required and what came, and
 docstrings say only what else is raised.

@@ -1,8 +1,8 @@
 """SeerAttention's functions (Gao et al. 2024) under their own names: prefill on packed sequences, pooling, and decoding in padded caches.
 
 Decoding has no gradient, and selections per key/value head; its programs share long lists and merge by lse (flash-decoding). Arguments
-stand in upstream's order, cu_seqlens_k before cu_seqlens_q. But where something else is said, ``impl`` is "auto", "triton" (GPUs; float16 or
-bfloat16; head dimensions 16 to 256) or "torch" (plain torch, any device, also float32 and float64).
+stand in upstream's order, cu_seqlens_k before cu_seqlens_q. But where something else is said, ``impl`` is "auto", "triton" (GPUs; float16
+or bfloat16; head dimensions 16 to 256) or "torch" (plain torch, any device, also float32 and float64).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import block_sparse_attention
 from ..checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, require_values, resolve_scale
 from ..routing import choose_token_impl
-from ..tokens import PaddedCache, Packed, TokenLists, lists_from_mask, lists_from_rows, pooling, token_attention
+from ..tokens import Packed, PaddedCache, TokenLists, lists_from_mask, lists_from_rows, pooling, token_attention
 from .packed import Cut, packed_blocks
 
 
