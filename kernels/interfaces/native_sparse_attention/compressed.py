@@ -35,7 +35,7 @@ def parallel_nsa_compression(
         scale: factor on the scores; default 1 / sqrt(D).
         cu_seqlens: int32 or int64 ``[N + 1]``, of the tokens, or a pair of such, of the queries and of the keys; B is then 1. Values are
             not read; what leads outside the tokens is cut.
-        impl: "auto", "triton" (GPUs; float16 or bfloat16; head dimensions 16 to 256) or "torch" (plain torch, any device).
+        impl: as in ``selected_attention``.
 
     Returns:
         out ``[B, T, HQ, Dv]`` in q's dtype and lse, float32 ``[B, T, HQ]``, natural logarithm. Both are 0 for a token that no block ends

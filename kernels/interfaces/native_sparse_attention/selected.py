@@ -7,7 +7,7 @@ The compressed branch and the selection are in compressed.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,28 +21,6 @@ WINDOW_BLOCK = 64
 SELECTED_BLOCKS = 16
 # Dtypes of gates with which no result is wider than float32.
 GATES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-@overload
-def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None = ..., block_size: int = ...,
-    scale: float | None = ..., cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = ..., *, return_lse: Literal[False] = ...,
-    impl: str = ...,
-) -> Tensor: ...
-
-
-@overload
-def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None = ..., block_size: int = ...,
-    scale: float | None = ..., cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = ..., *, return_lse: Literal[True], impl: str = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None = ..., block_size: int = ...,
-    scale: float | None = ..., cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = ..., *, return_lse: bool, impl: str = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def selected_attention(
@@ -74,18 +52,23 @@ def selected_attention(
     Differs from fla and tilelang on purpose: a token that selects nothing gives 0 and lse = -inf, not NaN; an index that is listed twice
     counts once, forward and backward; no block is read past the end of the keys; an int block_counts is honoured; groups of any size.
     """
+    require_bool("return_lse", return_lse)
+    out, lse = _attend_selected(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl)
+    return (out, lse) if return_lse else out
+
+
+def _attend_selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None, block_size: int,
+                     scale: float | None, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None, impl: str) -> tuple[Tensor, Tensor]:
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
     check_tensor("block_indices", block_indices, INTEGERS, (*q.shape[:2], k.shape[2], None), "[B, T, H, S]", q.device)
     block_size = require_int("block_size", block_size, 1)
-    require_bool("return_lse", return_lse)
     packed = packed_sequences(q, k, k.shape[1], cu_seqlens)
     if isinstance(block_counts, Tensor):
         check_tensor("block_counts", block_counts, INTEGERS, block_indices.shape[:3], "[B, T, H]", q.device)
         block_counts = block_counts.flatten(0, 1)
     elif block_counts is not None:
         block_indices, block_counts = block_indices[..., :require_int("block_counts", block_counts, 0)], None
-    out, lse = attend_to_blocks(q, k, v, block_indices.flatten(0, 1), block_counts, packed, packed.spans(), block_size, scale, impl)
-    return (out, lse) if return_lse else out
+    return attend_to_blocks(q, k, v, block_indices.flatten(0, 1), block_counts, packed, packed.spans(), block_size, scale, impl)
 
 
 def parallel_nsa(
@@ -131,7 +114,7 @@ def parallel_nsa(
             counts = SELECTED_BLOCKS if block_counts is None else block_counts
             block_indices, block_counts = parallel_nsa_topk(q, keys, lse=None if lse is None else lse.detach(), block_counts=counts,
                                                             **blocks), None
-    out = selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl=impl)
+    out = _attend_selected(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl)[0]
     if g_slc is not None:
         out = out * g_slc[..., None]
     if compressed is not None and g_cmp is not None:
@@ -158,26 +141,13 @@ def parallel_nsa_fwd(
         cu_seqlens = cu_seqlens_q, cu_seqlens_k
     elif cu_seqlens_q is not None or cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together, got one of them")
-    return selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, return_lse=True, impl=impl)
-
-
-@overload
-def native_sparse_attention(
-    batch: int, heads: int, seq_len: int, dim: int, is_causal: bool = True, scale: float | None = None, block_size: int = 64,
-    groups: int = 1, selected_blocks: int = 16,
-) -> NativeSparseAttention: ...
-
-
-@overload
-def native_sparse_attention(
-    Q: Tensor, K: Tensor, V: Tensor, BlockIndices: Tensor, dim: int, is_causal: bool = True, scale: float | None = None,
-    block_size: int = 64, groups: int = 1, selected_blocks: int = 16,
-) -> Tensor: ...
+    return _attend_selected(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl)
 
 
 def native_sparse_attention(*problem, **options):
-    """tilelang's kernel, in both forms that its examples have had: a factory of the callable for one problem size, or the attention of
-    tensors at once.
+    """tilelang's kernel, in both forms that its examples have had: a factory of the callable for one problem size, ``(batch, heads,
+    seq_len, dim, is_causal=True, scale=None, block_size=64, groups=1, selected_blocks=16)``, or the attention of tensors at once,
+    ``(Q, K, V, BlockIndices, dim, ...)``.
 
     Args:
         batch, seq_len: B and T of the tensors. Q and BlockIndices may also have one token, the last one of a sequence of T, as in
