@@ -22,13 +22,16 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 class Options:
     """Settings of a plan besides the pattern."""
 
+    heads: int
+    kv_heads: int
+    head_dim: int
     causal: bool
     soft_cap: float  # 0 = none
     scale: float
 
     @classmethod
-    def checked(cls, *, causal: bool, pos_encoding_mode: str, use_fp16_qk_reduction: bool, logits_soft_cap: float | None,
-                sm_scale: float | None, head_dim: int) -> Options:
+    def checked(cls, heads: int, kv_heads: int, head_dim: int, causal: bool, pos_encoding_mode: str, use_fp16_qk_reduction: bool,
+                logits_soft_cap: float | None, sm_scale: float | None) -> Options:
         """From FlashInfer's arguments; what is not there is refused."""
         if pos_encoding_mode != "NONE":
             raise ValueError(f"pos_encoding_mode must be 'NONE': positions are encoded before attention here, got {pos_encoding_mode!r}")
@@ -39,7 +42,18 @@ class Options:
             raise TypeError(f"logits_soft_cap must be a number or None, got {type(cap).__name__}")
         if not (math.isfinite(cap) and cap >= 0):
             raise ValueError(f"logits_soft_cap must be at least 0 and finite, got {cap}")
-        return cls(require_bool("causal", causal), float(cap), resolve_scale(sm_scale, require_int("head_dim", head_dim, 1)))
+        heads, kv_heads = require_int("num_qo_heads", heads, 1), require_int("num_kv_heads", kv_heads, 1)
+        require_groups(heads, kv_heads)
+        head_dim = require_int("head_dim", head_dim, 1)
+        return cls(heads, kv_heads, head_dim, require_bool("causal", causal), float(cap), resolve_scale(sm_scale, head_dim))
+
+    def packed(self, block: int) -> int:
+        """How many query heads of a token become rows of a block."""
+        return self.heads // self.kv_heads if block < ENOUGH_ROWS else 1
+
+    def listed(self, lists: BlockLists, kv_len: int) -> tuple[Tensor, Tensor] | None:
+        """``Plan.listed``."""
+        return listed_keys(lists, kv_len) if self.causal else None
 
 
 @dataclass(frozen=True)
@@ -62,14 +76,13 @@ class Plan:
     def with_options(self, pos_encoding_mode: str, use_fp16_qk_reduction: bool, logits_soft_cap: float | None,
                      sm_scale: float | None) -> Plan:
         """This plan with other options, as planned where None."""
-        options = self.options
+        of = self.options
         return replace(self, options=Options.checked(
-            causal=options.causal, pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction,
-            logits_soft_cap=options.soft_cap if logits_soft_cap is None else logits_soft_cap,
-            sm_scale=options.scale if sm_scale is None else sm_scale, head_dim=self.q_shape[-1]))
+            of.heads, of.kv_heads, of.head_dim, of.causal, pos_encoding_mode, use_fp16_qk_reduction,
+            of.soft_cap if logits_soft_cap is None else logits_soft_cap, of.scale if sm_scale is None else sm_scale))
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, impl: str, scales: tuple, out: Tensor | None, lse: Tensor | None,
-            return_lse: bool) -> tuple[Tensor, Tensor | None]:
+            return_lse: bool) -> Any:
         """The result in the caller's layout, and with ``return_lse`` lse to the base 2."""
         device = self.blocks.device
         if self.page is not None:
@@ -93,7 +106,7 @@ class Plan:
             new_out, new_lse = map(self._to_caller, self._attend(q, k, v, impl))
             out = new_out.to(self.o_dtype) if out is None else out.copy_(new_out)
             if not return_lse:
-                return out, None
+                return out
             new_lse = new_lse * math.log2(math.e)
             return out, new_lse if lse is None else lse.copy_(new_lse)
 
@@ -151,13 +164,11 @@ class Plan:
 
 
 def plan_bsr(
-    indptr: Tensor | None, indices: Tensor | None, M: int, N: int, R: int, C: int, heads: int, kv_heads: int, head_dim: int,
-    mask: Tensor | None, packed_mask: Tensor | None, block_mask: Tensor | None, options: Options, dtype: torch.dtype,
-    o_dtype: torch.dtype, non_blocking: bool, device: torch.device,
+    indptr: Tensor | None, indices: Tensor | None, M: int, N: int, R: int, C: int, mask: Tensor | None, packed_mask: Tensor | None,
+    block_mask: Tensor | None, options: Options, dtype: torch.dtype, o_dtype: torch.dtype, non_blocking: bool, device: torch.device,
 ) -> Plan:
     """The plan of block-sparse rows, or of a mask of blocks for every head. Reads indptr and indices back."""
-    heads, kv_heads, head_dim = _check_heads(heads, kv_heads, head_dim)
-    group = heads // kv_heads
+    heads, kv_heads, head_dim = options.heads, options.kv_heads, options.head_dim
     if N % C:
         raise ValueError(f"N must be a multiple of C = {C}, got {N}")
     rows, columns = -(-M // R), N // C
@@ -171,9 +182,9 @@ def plan_bsr(
         require_values("block_mask", require_mask("block_mask", block_mask))
         if tuple(block_mask.shape) not in ((heads, rows, columns), (kv_heads, rows, columns)):
             raise ValueError(f"block_mask must be [{heads} or {kv_heads}, {rows}, {columns}], got shape {tuple(block_mask.shape)}")
-        packed = _packed(R, group) if block_mask.shape[0] == kv_heads else 1
+        packed = options.packed(R) if block_mask.shape[0] == kv_heads else 1
         lists = BlockLists.from_mask(block_mask.to(device, non_blocking=non_blocking), R * packed, C)
-        return Plan(lists, packed, **shapes, listed=_listed(options, lists, N))
+        return Plan(lists, packed, **shapes, listed=options.listed(lists, N))
     indptr, indices = _integer_row("indptr", indptr), _integer_row("indices", indices)
     longest = _check_bsr(indptr, indices, rows, columns)
     indptr, indices = (x.to(device, non_blocking=non_blocking) for x in (indptr, indices))
@@ -185,18 +196,17 @@ def plan_bsr(
         mask = mask.to(device, non_blocking=non_blocking)
     if mask is not None and longest * R * C >= 2**31:
         raise ValueError(f"a row of blocks must have fewer than 2**31 mask elements, got {longest} blocks of {R} x {C}")
-    packed = _packed(R, group)
+    packed = options.packed(R)
     lists = BlockLists.from_bsr(indptr, indices, R * packed, C, num_kv_blocks=columns, capacity=longest)
     if mask is not None:
         return Plan(lists, packed, **shapes, mask=mask, first_entry=indptr[:-1].int())
-    return Plan(lists, packed, **shapes, listed=_listed(options, lists, N))
+    return Plan(lists, packed, **shapes, listed=options.listed(lists, N))
 
 
-def plan_block_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block_size: int | None, heads: int, kv_heads: int, head_dim: int,
-                    options: Options, device: torch.device) -> Plan:
+def plan_block_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block_size: int | None, options: Options, device: torch.device) -> Plan:
     """The plan of the loose form, by tensors like those that run: q ``[B, S, heads, head_dim]``, mask ``[B, Nq, Nk]``."""
-    heads, kv_heads, head_dim = _check_heads(heads, kv_heads, head_dim)
-    group, size = heads // kv_heads, require_int("block_size", block_size, 1)
+    heads, kv_heads, head_dim = options.heads, options.kv_heads, options.head_dim
+    size = require_int("block_size", block_size, 1)
     dims = "[batch, tokens, heads, head_dim]"
     check_tensor("q", q, DTYPES, (None, None, heads, head_dim), dims, device)
     for name, x in (("k", k), ("v", v)):
@@ -212,18 +222,18 @@ def plan_block_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block_size: i
     if mask.dim() == 4 and (mask.shape[0] not in (1, q.shape[0]) or mask.shape[1] not in (1, kv_heads, heads)):
         raise ValueError(f"the block mask must have batch 1 or {q.shape[0]} and heads 1, {kv_heads} or {heads}, "
                          f"got shape {tuple(mask.shape)}")
-    packed = _packed(size, group) if mask.dim() == 2 or mask.shape[1] in (1, kv_heads) else 1
+    packed = options.packed(size) if mask.dim() == 2 or mask.shape[1] in (1, kv_heads) else 1
     lists = BlockLists.from_mask(mask.to(device), size * packed, size)
     return Plan(lists, packed, tuple(q.shape), tuple(k.shape), "BNHD", q.dtype, q.dtype, options,
-                listed=_listed(options, lists, k.shape[1]))
+                listed=options.listed(lists, k.shape[1]))
 
 
 def plan_variable(
-    block_mask: Tensor, row_sizes: Tensor, column_sizes: Tensor, heads: int, kv_heads: int, head_dim: int, options: Options,
-    dtype: torch.dtype, non_blocking: bool, device: torch.device,
+    block_mask: Tensor, row_sizes: Tensor, column_sizes: Tensor, options: Options, dtype: torch.dtype, non_blocking: bool,
+    device: torch.device,
 ) -> Plan:
     """The plan of blocks of any sizes. Reads the bounds of the sizes back, all at once."""
-    heads, kv_heads, head_dim = _check_heads(heads, kv_heads, head_dim)
+    kv_heads, head_dim = options.kv_heads, options.head_dim
     require_values("block_mask_map", require_mask("block_mask_map", block_mask))
     if block_mask.dim() != 3 or block_mask.shape[0] != kv_heads or 0 in block_mask.shape:
         raise ValueError(f"block_mask_map must be [{kv_heads}, MB, NB], got shape {tuple(block_mask.shape)}")
@@ -244,8 +254,8 @@ def plan_variable(
         lengths.append(most_sum)
     lists = BlockLists.from_mask(block_mask.to(device, non_blocking=non_blocking), *offsets, max_q_length=longest[0],
                                  max_kv_length=longest[1])
-    return Plan(lists, 1, (heads, lengths[0], head_dim), (kv_heads, lengths[1], head_dim), "HND", dtype, dtype, options,
-                listed=_listed(options, lists, lengths[1]))
+    return Plan(lists, 1, (options.heads, lengths[0], head_dim), (kv_heads, lengths[1], head_dim), "HND", dtype, dtype, options,
+                listed=options.listed(lists, lengths[1]))
 
 
 def planned_dtype(data_type: str | torch.dtype, kv_data_type: str | torch.dtype | None, device: torch.device,
@@ -274,21 +284,6 @@ def bsr_places(indptr: Tensor, nnz: int, R: int, C: int) -> Tensor:
     first, width = bounds[row], bounds.diff()[row]
     in_row = (entry - first)[:, None, None] * C + torch.arange(C, device=device)
     return first[:, None, None] * (R * C) + torch.arange(R, device=device)[:, None] * (width * C)[:, None, None] + in_row
-
-
-def _listed(options: Options, lists: BlockLists, kv_len: int) -> tuple[Tensor, Tensor] | None:
-    return listed_keys(lists, kv_len) if options.causal else None
-
-
-def _check_heads(heads: int, kv_heads: int, head_dim: int) -> tuple[int, int, int]:
-    heads, kv_heads = require_int("num_qo_heads", heads, 1), require_int("num_kv_heads", kv_heads, 1)
-    require_groups(heads, kv_heads)
-    return heads, kv_heads, require_int("head_dim", head_dim, 1)
-
-
-def _packed(block: int, group: int) -> int:
-    """How many query heads of a token become rows of a block."""
-    return group if block < ENOUGH_ROWS else 1
 
 
 def _integer_row(name: str, x: Tensor | None) -> Tensor:

@@ -139,8 +139,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
         num_kv_heads < 4, packed masks of several rows, block_mask on any GPU with its own pattern for every query head; rows without
         keys give zeros. float8 inputs save no time, and products are as exact as the wider dtype's. Pages in "HND" layout are copied.
         """
-        options = Options.checked(causal=causal, pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction,
-                                  logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, head_dim=head_dim)
+        options = Options.checked(num_qo_heads, num_kv_heads, head_dim, causal, pos_encoding_mode, use_fp16_qk_reduction,
+                                  logits_soft_cap, sm_scale)
         require_bool("non_blocking", non_blocking)
         if isinstance(M, Tensor) or block_size is not None:
             if any(x is not None for x in (mask, packed_mask, block_mask, kv_cache_page_size)):
@@ -149,7 +149,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
             self._check_layout()
             # Whether they are tensors is asked there.
             loose: tuple[Any, Any, Any, Any] = (indptr, indices, M, N)
-            self._plan = plan_block_mask(*loose, block_size, num_qo_heads, num_kv_heads, head_dim, options, self.device)
+            self._plan = plan_block_mask(*loose, block_size, options, self.device)
             return
         dtype = planned_dtype(q_data_type, kv_data_type, self.device, float8=True)
         M, N, R, C = (require_int(name, value, 1) for name, value in (("M", M), ("N", N), ("R", R), ("C", C)))
@@ -157,7 +157,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
             self._check_layout()
         elif require_int("kv_cache_page_size", kv_cache_page_size, 1) and C != 1:
             raise ValueError(f"C must be 1 with kv_cache_page_size, because columns are single entries of the cache, got {C}")
-        plan = plan_bsr(indptr, indices, M, N, R, C, num_qo_heads, num_kv_heads, head_dim, mask, packed_mask, block_mask, options, dtype,
+        plan = plan_bsr(indptr, indices, M, N, R, C, mask, packed_mask, block_mask, options, dtype,
                         planned_dtype(o_data_type, None, torch.device("cpu"), "o_data_type"), non_blocking, self.device)
         self._plan = replace(plan, page=None if kv_cache_page_size is None else (kv_cache_page_size, self._kv_layout))
 
@@ -187,8 +187,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
         Raises:
             RuntimeError: nothing is planned; FlashInfer's wrappers raise the same.
         """
-        result, result_lse = self._planned().run(q, k, v, self._impl, (scale_q, scale_k, scale_v), out, lse, return_lse)
-        return result if result_lse is None else (result, result_lse)
+        return self._planned().run(q, k, v, self._impl, (scale_q, scale_k, scale_v), out, lse, return_lse)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None, scale_v: Tensor | None = None,
@@ -200,7 +199,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
         None leaves an option as planned, where upstream would forget what was planned, for this call and all that follow.
         """
         plan = self._planned().with_options(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale)
-        return plan.run(q, k, v, self._impl, (scale_q, scale_k, scale_v), None, None, False)[0]
+        return plan.run(q, k, v, self._impl, (scale_q, scale_k, scale_v), None, None, False)
 
 
 class VariableBlockSparseAttentionWrapper(_Wrapper):
@@ -233,10 +232,10 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
             raise ValueError("block_mask_map must be a bool tensor [num_kv_heads, MB, NB], got a floating-point one: plan takes "
                              "block_mask_map, block_row_sz and block_col_sz, because q, k and v do not say what attends to what")
         self._check_layout()
-        options = Options.checked(causal=causal, pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction,
-                                  logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, head_dim=head_dim)
-        self._plan = plan_variable(block_mask_map, block_row_sz, block_col_sz, num_qo_heads, num_kv_heads, head_dim, options,
-                                   planned_dtype(q_data_type, kv_data_type, self.device), require_bool("non_blocking", non_blocking),
+        options = Options.checked(num_qo_heads, num_kv_heads, head_dim, causal, pos_encoding_mode, use_fp16_qk_reduction,
+                                  logits_soft_cap, sm_scale)
+        dtype = planned_dtype(q_data_type, kv_data_type, self.device)
+        self._plan = plan_variable(block_mask_map, block_row_sz, block_col_sz, options, dtype, require_bool("non_blocking", non_blocking),
                                    self.device)
 
     def run(
@@ -254,8 +253,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
         What differs from upstream: ``out`` and ``lse`` have the result's shape and are what is returned, where upstream wants its internal
         layout there and returns copies.
         """
-        result, result_lse = self._planned().run(q, k, v, self._impl, NO_SCALES, out, lse, return_lse)
-        return result if result_lse is None else (result, result_lse)
+        return self._planned().run(q, k, v, self._impl, NO_SCALES, out, lse, return_lse)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
@@ -264,4 +262,4 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
     ) -> Tensor:
         """``run``, with options for this call as in ``BlockSparseAttentionWrapper.forward``; deprecated upstream."""
         plan = self._planned().with_options(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale)
-        return plan.run(q, k, v, self._impl, NO_SCALES, None, None, False)[0]
+        return plan.run(q, k, v, self._impl, NO_SCALES, None, None, False)
