@@ -6,8 +6,8 @@ import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from token_oracle import INTERPRETED, assert_as_exact_as_torch, dense
 
+from ssta.kernels.interfaces import native_sparse_attention as module
 from ssta.kernels.interfaces import parallel_nsa, parallel_nsa_compression, parallel_nsa_topk, selected_attention
-from ssta.kernels.interfaces.native_sparse_attention import compressed
 
 IMPLEMENTATIONS = [pytest.param("cpu", "torch", id="torch"), pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu)]
 everywhere = pytest.mark.parametrize("device, impl", IMPLEMENTATIONS)
@@ -57,7 +57,7 @@ def visible_blocks(name, places, blocks):
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.slow
 def test_attention_to_blocks(device, impl, name, monkeypatch):
-    monkeypatch.setattr(compressed, "MEANS_AT_ONCE", 2)
+    monkeypatch.setattr(module, "MEANS_AT_ONCE", 2)
     q, k, v, cu_seqlens, places = case(name, device)
     k, v = means(k, name), means(v, name)
     batch, blocks = k.shape[:2]
@@ -104,7 +104,7 @@ def test_selection_interpreted(device, impl, name, count, monkeypatch):
 @pytest.mark.parametrize("count", [1, 3, 5, 20])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_selection(device, impl, name, count, monkeypatch):
-    monkeypatch.setattr(compressed, "CHOICE_ELEMENTS", 4 * 11 * 7)  # seven or fourteen tokens at a time
+    monkeypatch.setattr(module, "CHOICE_ELEMENTS", 4 * 11 * 7)  # seven or fourteen tokens at a time
     q, k, v, cu_seqlens, places = case(name, device, torch.float32 if impl == "torch" else torch.float16)
     k, v = means(k, name), means(v, name)
     arguments = dict(TK=LAYOUTS[name][1][-1], block_size=SIZE, scale=0.5, cu_seqlens=cu_seqlens, impl=impl)
@@ -175,10 +175,8 @@ def test_the_whole_selects_by_itself(device, impl, gated, name):
 
 
 def test_a_chosen_implementation_runs_the_selection_too(monkeypatch):
-    from ssta.kernels.interfaces.native_sparse_attention import compressed
-
-    asked, resolve = [], compressed.choose_token_impl
-    monkeypatch.setattr(compressed, "choose_token_impl", lambda impl, *facts: asked.append(impl) or resolve(impl, *facts))
+    asked, resolve = [], module.choose_token_impl
+    monkeypatch.setattr(module, "choose_token_impl", lambda impl, *facts: asked.append(impl) or resolve(impl, *facts))
     q, k, v = (torch.randn(1, 20, heads, 8) for heads in (2, 1, 1))
     parallel_nsa(q, k, v, block_counts=2, block_size=4, impl="torch")
     assert asked and set(asked) == {"torch"}

@@ -8,7 +8,7 @@ from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from token_oracle import INTERPRETED, assert_as_exact_as_torch, dense, everywhere
 
 from ssta.kernels.interfaces import parallel_nsa, selected_attention
-from ssta.kernels.interfaces.native_sparse_attention.selected import native_sparse_attention
+from ssta.kernels.interfaces.native_sparse_attention import native_sparse_attention
 
 
 def inputs(batch, tokens, heads, kv_heads, dim, v_dim, device, dtype=torch.float16, kv_tokens=None):
@@ -116,7 +116,7 @@ def test_the_last_tokens_of_packed_sequences(device, impl, window):
 @everywhere
 @pytest.mark.parametrize("window", [1, 2, 7, 30])
 def test_window_and_gates(device, impl, window, monkeypatch):
-    from ssta.kernels.interfaces.native_sparse_attention import selected as module
+    from ssta.kernels.interfaces import native_sparse_attention as module
 
     monkeypatch.setattr(module, "WINDOW_BLOCK", 4)
     (q, k, v), indices, _, block_size = case("one group", device)
