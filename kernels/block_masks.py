@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import INTEGERS, check_tensor, require_int, require_integers
+from .checks import INTEGERS, check_tensor
 
 
 def prefix_mask(counts: Tensor, width: int) -> Tensor:
@@ -24,9 +24,11 @@ def scatter_mask(indices: Tensor, used: Tensor, blocks: int) -> Tensor:
     return mask.scatter(-1, torch.where(in_range(indices, used, blocks), indices, blocks).long(), True)[..., :blocks]
 
 
-def compact_lists(ids: Tensor, keep: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """(counts int32 [...], indices int32 [..., capacity]) of the ids [..., n] that ``keep`` marks, in their order; those past the capacity
-    are lost."""
+def mask_lists(keep: Tensor, capacity: int | None) -> tuple[Tensor, Tensor]:
+    """(counts int32 [...], indices int32 [..., capacity]) of the blocks that ``keep`` [..., n] marks, ascending; those past the capacity,
+    which is n where None, are lost."""
+    capacity = keep.shape[-1] if capacity is None else capacity
+    ids = torch.arange(keep.shape[-1], dtype=torch.int32, device=keep.device).expand(keep.shape)
     position = keep.cumsum(-1, dtype=torch.int32)
     counts = position[..., -1] if keep.shape[-1] else position.sum(-1, dtype=torch.int32)
     # Entries that are not kept all land in one slot past the end, which is cut off.
@@ -35,13 +37,11 @@ def compact_lists(ids: Tensor, keep: Tensor, capacity: int) -> tuple[Tensor, Ten
     return counts.clamp(max=capacity).contiguous(), indices.scatter(-1, slot, ids)[..., :capacity].contiguous()
 
 
-def topk_lists(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """(counts, indices) as ``BlockLists.from_topk`` wants them."""
-    require_integers("indices", indices)
-    if not 2 <= indices.dim() <= 4:
-        raise ValueError(f"indices must be [Nq, k], [H, Nq, k] or [B, H, Nq, k], got {tuple(indices.shape)}")
-    indices = _to_int32(indices.reshape((1,) * (4 - indices.dim()) + tuple(indices.shape)))
-    return torch.full(indices.shape[:3], indices.shape[3], dtype=torch.int32, device=indices.device), indices
+def four_dimensional(name: str, x: Tensor, last: str) -> Tensor:
+    """x with dimensions of 1 for those that are left out, of ``[B, H, Nq, last]``."""
+    if not 2 <= x.dim() <= 4:
+        raise ValueError(f"{name} must be [Nq, {last}], [H, Nq, {last}] or [B, H, Nq, {last}], got {tuple(x.shape)}")
+    return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
 
 
 def bsr_lists(indptr: Tensor, indices: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
@@ -54,18 +54,11 @@ def bsr_lists(indptr: Tensor, indices: Tensor, capacity: int) -> tuple[Tensor, T
     indptr = indptr.clamp(0, nnz)
     counts = indptr.diff().clamp(0, capacity).int()
     where = (indptr[:-1, None] + torch.arange(capacity, device=indptr.device)).clamp(max=max(nnz - 1, 0))
-    rows = _to_int32(indices)[where] if nnz else torch.zeros_like(where, dtype=torch.int32)
+    rows = to_int32(indices)[where] if nnz else torch.zeros_like(where, dtype=torch.int32)
     return counts[None, None], rows[None, None]
 
 
-def bsr_of(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """(indptr, indices) of one head's lists, as ``BlockLists.to_bsr`` gives them."""
-    indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
-    indptr[1:] = counts.cumsum(0)
-    return indptr, indices[prefix_mask(counts, indices.shape[-1])]
-
-
-def _to_int32(ids: Tensor) -> Tensor:
+def to_int32(ids: Tensor) -> Tensor:
     """Ids in 32 bits; those that do not fit stay out of range."""
     return ids if ids.dtype == torch.int32 else ids.clamp(-1, 2**31 - 1).int()
 
@@ -99,17 +92,10 @@ def _full_blocks(block_mask) -> Tensor:
     return seen.unflatten(3, (nk, kv_size)).unflatten(2, (nq, q_size)).all(5).all(3)
 
 
-def full_block_mask(counts: Tensor, indices: Tensor, sizes: tuple[int, int], numbers: tuple[int, int | None], lengths: tuple[int, int]):
-    """A FlexAttention BlockMask of full blocks of ``sizes`` tokens, queries first, for sequences of ``lengths`` tokens, which are cut into
-    ``numbers`` of them."""
+def full_block_mask(counts: Tensor, indices: Tensor, sizes: tuple[int, int], lengths: tuple[int, int]):
+    """A FlexAttention BlockMask of full blocks of ``sizes`` tokens, queries first, for sequences of ``lengths`` tokens."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    # FlexAttention itself divides by the number of blocks.
-    q_len, kv_len = require_int("q_len", lengths[0], 1), require_int("kv_len", lengths[1], 1)
-    for name, tokens, size, number in zip(("q_len", "kv_len"), (q_len, kv_len), sizes, numbers):
-        if number is not None and -(-tokens // size) != number:
-            raise ValueError(f"{name} must be cut into {number} blocks of {size} tokens, got {tokens}")
-    lengths = q_len, kv_len
     nk, (q_size, kv_size) = -(-lengths[1] // sizes[1]), sizes
     used = prefix_mask(counts, indices.shape[-1])
     full = torch.zeros(*counts.shape, nk, dtype=torch.int32, device=counts.device)

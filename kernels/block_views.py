@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .block_masks import in_range, prefix_mask, scatter_mask
-
 if TYPE_CHECKING:
     from .blocks import BlockLists
 
@@ -44,20 +42,18 @@ def per_query_head(x: Tensor, heads: int, batch: int | None = None) -> Tensor:
 
 def describe(blocks: BlockLists, values: bool) -> str:
     """A few lines; with ``values`` also what has to be read, where reading does not wait for a GPU."""
-    counts, indices, number = blocks.counts, blocks.indices, blocks.num_kv_blocks
+    counts, number = blocks.counts, blocks.num_kv_blocks
     q_size, kv_size = _size(blocks.q_offsets, blocks.max_q_length), _size(blocks.kv_offsets, blocks.max_kv_length)
-    (batch, heads, rows), capacity = counts.shape, indices.shape[-1]
+    (batch, heads, rows), capacity = counts.shape, blocks.capacity
     shared = [f"{name} {size}" if size != 1 else f"any {name}" for name, size in (("batch", batch), ("heads", heads))]
     listed = f"{capacity} key blocks" if number is None else f"{capacity} of {number} key blocks"
     text = f"BlockLists({', '.join(shared)}: {rows} query blocks of {q_size}, up to {listed} of {kv_size} each, on {counts.device})"
     # A tensor that is fake or traced has no values.
     if not values or number is None or counts.device.type != "cpu" or type(counts) is not Tensor or not counts.numel():
         return text
-    used = prefix_mask(counts, capacity)
     if number:
-        density = float(in_range(indices, used, number).sum()) / (counts.numel() * number)
-        text = f"{text[:-1]}, density {density:.3f})"
-    picture = scatter_mask(indices[:1, :1], used[:1, :1], number)[0, 0, :PICTURE[0], :PICTURE[1]].tolist()
+        text = f"{text[:-1]}, density {float(blocks.density()):.3f})"
+    picture = blocks.to_mask()[0, 0, :PICTURE[0], :PICTURE[1]].tolist()
     lines = ["".join(KEPT if kept else LEFT_OUT for kept in row) + (" ..." if number > PICTURE[1] else "") for row in picture]
     return "\n".join([text, *lines, *["..."][:rows > PICTURE[0]]])
 

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from . import block_masks
 from .block_fields import check_axis_values, check_list_values, settled_fields
-from .block_masks import bsr_lists, bsr_of, compact_lists, full_block_mask, in_range, kept_blocks, prefix_mask, scatter_mask, topk_lists
+from .block_masks import in_range, prefix_mask, scatter_mask
 from .block_views import block_bounds, describe
-from .checks import require_int, require_mask
+from .checks import require_int, require_integers, require_mask
 
 # Attributes beside the fields, which the package sets on patterns that it makes itself.
 KNOWN = ("_bounds", "_covers")
@@ -195,15 +196,11 @@ class BlockLists:
         ``capacity`` bounds the longest list (default Nk, which never needs to know the values); a row with more True entries
         than that loses its last ones. ``fields`` are the constructor's, num_kv_blocks being the mask's. Does not synchronise.
         """
-        require_mask("mask", mask)
-        if not 2 <= mask.dim() <= 4:
-            raise ValueError(f"mask must be [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], got {tuple(mask.shape)}")
-        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+        mask = block_masks.four_dimensional("mask", require_mask("mask", mask), "Nk")
         nk = mask.shape[-1]
         if fields.setdefault("num_kv_blocks", nk) != nk:
             raise ValueError(f"num_kv_blocks must be the mask's {nk} columns or left out, got {fields['num_kv_blocks']!r}")
-        ids = torch.arange(nk, dtype=torch.int32, device=mask.device).expand(mask.shape)
-        lists = compact_lists(ids, mask, nk if capacity is None else require_int("capacity", capacity, 0))
+        lists = block_masks.mask_lists(mask, None if capacity is None else require_int("capacity", capacity, 0))
         return cls(*lists, q_offsets, kv_offsets, **fields)
 
     def to_mask(self) -> Tensor:
@@ -216,7 +213,8 @@ class BlockLists:
 
         Ids out of range are absent, whatever the number.
         """
-        return cls(*topk_lists(indices), q_offsets, kv_offsets, **fields)
+        ids = block_masks.to_int32(block_masks.four_dimensional("indices", require_integers("indices", indices), "k"))
+        return cls(torch.full(ids.shape[:3], ids.shape[3], dtype=torch.int32, device=ids.device), ids, q_offsets, kv_offsets, **fields)
 
     def to_topk(self) -> Tensor:
         """int32 ids ``[B|1, H|1, Nq, capacity]`` with -1 in the entries past each list's count."""
@@ -235,7 +233,7 @@ class BlockLists:
             capacity: bound on the longest row; default num_kv_blocks. Does not synchronise.
         """
         num_kv_blocks = require_int("num_kv_blocks", num_kv_blocks, 0)
-        lists = bsr_lists(indptr, indices, num_kv_blocks if capacity is None else require_int("capacity", capacity, 0))
+        lists = block_masks.bsr_lists(indptr, indices, num_kv_blocks if capacity is None else require_int("capacity", capacity, 0))
         return cls(*lists, q_offsets, kv_offsets, num_kv_blocks=num_kv_blocks, **fields)
 
     def to_bsr(self, batch: int = 0, head: int = 0) -> tuple[Tensor, Tensor]:
@@ -249,7 +247,10 @@ class BlockLists:
         for name, value, number in (("batch", batch, self.counts.shape[0]), ("head", head, self.counts.shape[1])):
             if require_int(name, value, -number) >= number:
                 raise ValueError(f"{name} must lie in [{-number}, {number}), got {value}")
-        return bsr_of(self.counts[batch, head], self.indices[batch, head])
+        counts, indices = self.counts[batch, head], self.indices[batch, head]
+        indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
+        indptr[1:] = counts.cumsum(0)
+        return indptr, indices[prefix_mask(counts, self.capacity)]
 
     @classmethod
     def from_block_mask(cls, block_mask) -> BlockLists:
@@ -262,7 +263,7 @@ class BlockLists:
             TypeError: not a BlockMask.
             ValueError: its ``mask_mod`` masks inside a partial block, which lists of blocks cannot say.
         """
-        return cls.from_mask(kept_blocks(block_mask), *block_mask.BLOCK_SIZE)
+        return cls.from_mask(block_masks.kept_blocks(block_mask), *block_mask.BLOCK_SIZE)
 
     def to_block_mask(self, q_len: int, kv_len: int):
         """A FlexAttention ``BlockMask`` of full blocks for sequences of ``q_len`` and ``kv_len`` tokens.
@@ -276,8 +277,13 @@ class BlockLists:
         """
         if any(isinstance(x, Tensor) for x in (self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths)):
             raise ValueError("to_block_mask requires uniform blocks without valid lengths; FlexAttention has no ragged blocks")
-        return full_block_mask(self.counts, self.indices, (self.max_q_length, self.max_kv_length), (self.num_q_blocks, self.num_kv_blocks),
-                               (q_len, kv_len))
+        # FlexAttention itself divides by the number of blocks.
+        q_len, kv_len = require_int("q_len", q_len, 1), require_int("kv_len", kv_len, 1)
+        for name, tokens, size, number in (("q_len", q_len, self.max_q_length, self.num_q_blocks),
+                                           ("kv_len", kv_len, self.max_kv_length, self.num_kv_blocks)):
+            if number is not None and -(-tokens // size) != number:
+                raise ValueError(f"{name} must be cut into {number} blocks of {size} tokens, got {tokens}")
+        return block_masks.full_block_mask(self.counts, self.indices, (self.max_q_length, self.max_kv_length), (q_len, kv_len))
 
     # The other direction
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..block_masks import compact_lists
+from ..block_masks import mask_lists
 
 
 def importance(q_means: Tensor, k_means: Tensor, lambda_: float) -> Tensor:
@@ -91,9 +91,7 @@ def keep_blocks(forced: Tensor, keep: Tensor | None, active: Tensor | None = Non
         both = active[:, None, :, None] & active[:, None, None, :]
         alone = torch.eye(len(forced), dtype=torch.bool, device=forced.device) & ~active[:, None, :, None]
         kept = kept & both | alone
-    blocks = kept.shape[-1]
-    ids = torch.arange(blocks, dtype=torch.int32, device=kept.device).expand(kept.shape)
-    return compact_lists(ids, kept, blocks if room is None else room)
+    return mask_lists(kept, room)
 
 
 def select(forced: Tensor, scores: Tensor | None, k_per_row: int | Tensor, active: Tensor | None, beyond: bool, room: int
