@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .block_masks import prefix_mask, scatter_mask
+from .block_forms import prefix_mask, scatter_mask
 from .checks import check_tensor, require_int
 
 _INT32 = (torch.int32,)

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from . import block_masks
+from . import block_forms
 from .block_fields import check_axis_values, check_list_values, settled_fields
-from .block_masks import in_range, prefix_mask, scatter_mask
-from .block_views import block_bounds, describe
+from .block_forms import block_bounds, describe, in_range, prefix_mask, scatter_mask
 from .checks import require_int, require_integers, require_mask
 
 # Attributes beside the fields, which the package sets on patterns that it makes itself.
@@ -196,11 +195,11 @@ class BlockLists:
         ``capacity`` bounds the longest list (default Nk, which never needs to know the values); a row with more True entries
         than that loses its last ones. ``fields`` are the constructor's, num_kv_blocks being the mask's. Does not synchronise.
         """
-        mask = block_masks.four_dimensional("mask", require_mask("mask", mask), "Nk")
+        mask = block_forms.four_dimensional("mask", require_mask("mask", mask), "Nk")
         nk = mask.shape[-1]
         if fields.setdefault("num_kv_blocks", nk) != nk:
             raise ValueError(f"num_kv_blocks must be the mask's {nk} columns or left out, got {fields['num_kv_blocks']!r}")
-        lists = block_masks.mask_lists(mask, None if capacity is None else require_int("capacity", capacity, 0))
+        lists = block_forms.mask_lists(mask, None if capacity is None else require_int("capacity", capacity, 0))
         return cls(*lists, q_offsets, kv_offsets, **fields)
 
     def to_mask(self) -> Tensor:
@@ -213,7 +212,7 @@ class BlockLists:
 
         Ids out of range are absent, whatever the number.
         """
-        ids = block_masks.to_int32(block_masks.four_dimensional("indices", require_integers("indices", indices), "k"))
+        ids = block_forms.to_int32(block_forms.four_dimensional("indices", require_integers("indices", indices), "k"))
         return cls(torch.full(ids.shape[:3], ids.shape[3], dtype=torch.int32, device=ids.device), ids, q_offsets, kv_offsets, **fields)
 
     def to_topk(self) -> Tensor:
@@ -233,7 +232,7 @@ class BlockLists:
             capacity: bound on the longest row; default num_kv_blocks. Does not synchronise.
         """
         num_kv_blocks = require_int("num_kv_blocks", num_kv_blocks, 0)
-        lists = block_masks.bsr_lists(indptr, indices, num_kv_blocks if capacity is None else require_int("capacity", capacity, 0))
+        lists = block_forms.bsr_lists(indptr, indices, num_kv_blocks if capacity is None else require_int("capacity", capacity, 0))
         return cls(*lists, q_offsets, kv_offsets, num_kv_blocks=num_kv_blocks, **fields)
 
     def to_bsr(self, batch: int = 0, head: int = 0) -> tuple[Tensor, Tensor]:
@@ -263,7 +262,7 @@ class BlockLists:
             TypeError: not a BlockMask.
             ValueError: its ``mask_mod`` masks inside a partial block, which lists of blocks cannot say.
         """
-        return cls.from_mask(block_masks.kept_blocks(block_mask), *block_mask.BLOCK_SIZE)
+        return cls.from_mask(block_forms.kept_blocks(block_mask), *block_mask.BLOCK_SIZE)
 
     def to_block_mask(self, q_len: int, kv_len: int):
         """A FlexAttention ``BlockMask`` of full blocks for sequences of ``q_len`` and ``kv_len`` tokens.
@@ -283,7 +282,7 @@ class BlockLists:
                                            ("kv_len", kv_len, self.max_kv_length, self.num_kv_blocks)):
             if number is not None and -(-tokens // size) != number:
                 raise ValueError(f"{name} must be cut into {number} blocks of {size} tokens, got {tokens}")
-        return block_masks.full_block_mask(self.counts, self.indices, (self.max_q_length, self.max_kv_length), (q_len, kv_len))
+        return block_forms.full_block_mask(self.counts, self.indices, (self.max_q_length, self.max_kv_length), (q_len, kv_len))
 
     # The other direction
 

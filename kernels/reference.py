@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .block_views import per_query_head
+from .block_forms import per_query_head
 from .blocks import BlockLists
 from .checks import without_autocast
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .block_masks import in_range, prefix_mask
+from .block_forms import in_range, prefix_mask
 from .blocks import BlockLists
 from .checks import without_autocast
 from .operators import NAMESPACE

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..block_masks import mask_lists
+from ..block_forms import mask_lists
 
 
 def importance(q_means: Tensor, k_means: Tensor, lambda_: float) -> Tensor:

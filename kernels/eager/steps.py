@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..block_masks import in_range, prefix_mask
-from ..block_views import per_query_head
+from ..block_forms import in_range, per_query_head, prefix_mask
 from ..blocks import BlockLists
 
 # Elements of keys that a padded step gathers at once: 64 MiB of float32.

@@ -29,8 +29,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from ..block_masks import prefix_mask, scatter_mask
-from ..block_views import per_query_head
+from ..block_forms import per_query_head, prefix_mask, scatter_mask
 from ..tail import CAP, CUTS, ITERATIONS, BlockEstimates, Blocks, KeyStatistics, sampled_queries, useful_heads
 from .steps import compute_dtype
 

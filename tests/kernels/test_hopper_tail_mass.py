@@ -9,7 +9,7 @@ from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from hopper_emulator import run
 from planned import planned
 
-from ssta.kernels.block_views import per_query_head
+from ssta.kernels.block_forms import per_query_head
 from ssta.kernels.eager.tail import _Cut
 from ssta.kernels.tail import sampled_queries
 

@@ -8,7 +8,7 @@ from cases import INTERPRETED
 from hopper_emulator import run
 from planned import planned
 
-from ssta.kernels.block_views import per_query_head
+from ssta.kernels.block_forms import per_query_head
 
 emulated = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so the kernel itself runs")
 late = pytest.mark.parametrize("late", [False, True], ids=["early", "late"])

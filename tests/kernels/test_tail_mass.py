@@ -5,7 +5,7 @@ import torch
 from oracles import FACTOR
 from planned import planned
 
-from ssta.kernels.block_views import per_query_head
+from ssta.kernels.block_forms import per_query_head
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS, HEADS, KV_HEADS, DIM, UNITS, SAMPLE, CAP = (16, 5, 0, 12, 9), 4, 2, 24, 10, 16, 1.0

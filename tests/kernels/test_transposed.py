@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 from cases import DEVICES  # noqa: E402
 
 from ssta.kernels import BlockLists  # noqa: E402
-from ssta.kernels.block_masks import prefix_mask  # noqa: E402
+from ssta.kernels.block_forms import prefix_mask  # noqa: E402
 from ssta.kernels.lowering.chunks import Listed  # noqa: E402
 from ssta.kernels.lowering.transposed import transposed  # noqa: E402
 

@@ -8,7 +8,7 @@ import torch
 from backend_rows import backend_of
 
 from ssta.kernels import Backend, BlockLists, block_sparse_attention
-from ssta.kernels.block_views import per_query_head
+from ssta.kernels.block_forms import per_query_head
 from ssta.kernels.eager import tail as eager
 from ssta.kernels.tail import BlockEstimates
 
