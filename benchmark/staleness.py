@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What the numbers of each kind of CSV, KIND_MACHINE.csv, depend on. Patterns of paths, in which * matches / too; "!" takes paths out again,
 # the last pattern that matches a path decides. {gpu} is the folder of the kernels that the machine's GPU runs.
 _BLOCKS = ("kernels/*", "!kernels/*/*", "kernels/lowering/*", "kernels/{gpu}/*", "!*token_*", "!*tail*", "!kernels/tokens.py",
-           "!kernels/within*", "!kernels/merge.py", "!kernels/backend.py", "!kernels/moves.py", "!kernels/reference.py")
+           "!kernels/merge.py", "!kernels/backend.py", "!kernels/moves.py", "!kernels/reference.py")
 _LAYER = (*_BLOCKS, "kernels/backend.py", "kernels/moves.py", "kernels/tail*", "kernels/*/tail*", "kernels/prologue/*", "ssta/*",
           "!ssta/masks.py", "!ssta/plot.py", "!ssta/report.py", "!ssta/trained/*", "!ssta/ranks/*", "!kernels/eager/*")
 _STEP = (*_LAYER, "pipelines/schedule/*", "pipelines/patch/*", "pipelines/families/*", "!*/report.py")
@@ -32,9 +32,9 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "errors": (*_BLOCKS, "kernels/eager/*", "kernels/portable/*", "kernels/hopper/*", "!*token_*", "!*tail*", "!*/moves.py",
                "!*/ranking.py"),
     "tokens": ("kernels/*", "!kernels/hopper/*", "!kernels/prologue/*", "!*tail*", "!kernels/interfaces/flashinfer/*",
-               "!kernels/interfaces/fl*", "!kernels/interfaces/m[ai]*", "!kernels/within*", "!kernels/reference.py",
+               "!kernels/interfaces/fl*", "!kernels/interfaces/m[ai]*", "!kernels/reference.py",
                "!kernels/backend.py", "!*/moves.py", "!*/ranking.py"),
-    "interfaces": (*_BLOCKS, "kernels/within*", "kernels/portable/*", "kernels/interfaces/*", "!*native_sparse*", "!*seer*", "!*token_*",
+    "interfaces": (*_BLOCKS, "kernels/tokens.py", "kernels/portable/*", "kernels/interfaces/*", "!*native_sparse*", "!*seer*", "!*token_*",
                    "!*tail*"),
     "layer": _LAYER, "grid": _LAYER, "host": _LAYER, "streaming": _LAYER, "rollout": _LAYER,
     "vsa": (*_LAYER, "ssta/trained/*"),

@@ -24,7 +24,7 @@ ROOMS = {"schedule": (), "ranks": ("patch.call", "patch.family", "patch.report")
 # Rooms that run without diffusers.
 WITHOUT_DIFFUSERS = ("schedule", "plugs")
 # At the top, what runs the implementations and is therefore imported by none of these folders; and the specification.
-ABOVE = ("attention", "tokens", "within_blocks", "backend", "op", "routing", "reference", "interfaces")
+ABOVE = ("attention", "tokens", "backend", "op", "routing", "reference", "interfaces")
 # Where Triton is imported when a file is loaded.
 TRITON = ("portable", "hopper", "cudnn", "lowering")
 # Names in the door of kernels/: at most so many.
