@@ -95,7 +95,7 @@ def block_sparse_attn_func(
         kept, partly = torch.where(streaming, near, kept), partly & streaming
     elif streaming_info is not None:
         kept = torch.where(streaming, sequences.near(streaming_info, is_causal), kept)
-    blocks = packed_blocks(kept.expand(batch, heads, rows, columns), sequences.q_cut(), sequences.kv_cut(), BLOCK)
+    blocks = packed_blocks(kept.expand(batch, heads, rows, columns), sequences.q_cut, sequences.kv_cut, BLOCK)
 
     # Under a causal mask one diagonal is right for all sequences where queries lie beside their keys.
     moved = is_causal and (cu_seqlens_q is not cu_seqlens_k or len(q) != len(k)) and bool(q.numel() and k.numel())
@@ -150,17 +150,15 @@ def _by_sequence(lse: Tensor, packed: Packed, longest: int) -> Tensor:
 class _Sequences(NamedTuple):
     """Packed sequences as rows of queries and keys. Under a causal mask a query's row is that of its key, which the last query has last."""
 
-    first: Tensor    # int32 [B], the row of each sequence's first query
-    bounds: Tensor   # int32 [B + 1], the rows of each sequence
-    keys: Tensor     # int32 [B + 1], its keys
-    rows: int        # query blocks of the longest sequence
-    columns: int     # key blocks of the longest sequence
+    first: Tensor  # int32 [B], the row of each sequence's first query
+    keys: Tensor   # int32 [B + 1], its keys
+    q_cut: Cut     # the query blocks, which begin anew in each sequence
+    kv_cut: Cut    # the key blocks
 
     @classmethod
     def of(cls, packed: Packed, rows: int, columns: int, causal: bool) -> _Sequences:
-        if causal:
-            return cls(packed.cu_k[1:] - packed.cu_q.diff(), packed.cu_k, packed.cu_k, rows, columns)
-        return cls(packed.cu_q[:-1], packed.cu_q, packed.cu_k, rows, columns)
+        first, bounds = (packed.cu_k[1:] - packed.cu_q.diff(), packed.cu_k) if causal else (packed.cu_q[:-1], packed.cu_q)
+        return cls(first, packed.cu_k, Cut.of(first, bounds, BLOCK, rows), Cut.of(packed.cu_k[:-1], packed.cu_k, BLOCK, columns))
 
     def queries(self, packed: Packed) -> Tensor:
         """int64 ``[Tk]``: the query in the row of each key, under a causal mask; any one where there is none."""
@@ -174,40 +172,32 @@ class _Sequences(NamedTuple):
         row = self.first[sequence] + position
         return row.clamp(0, packed.k_tokens - 1), inside & (row >= packed.cu_k[sequence])
 
-    def q_cut(self) -> Cut:
-        """The query blocks, which begin anew in each sequence."""
-        return Cut.of(self.first, self.bounds, BLOCK, self.rows)
-
-    def kv_cut(self) -> Cut:
-        """The key blocks."""
-        return Cut.of(self.keys[:-1], self.keys, BLOCK, self.columns)
-
     def near(self, streaming_info: Tensor, causal: bool) -> Tensor:
         """bool ``[B, H, rows, columns]``: the first and the last blocks that a query block sees, as many of both as ``streaming_info``
         ``[H, 2]`` says. Without a causal mask it sees the whole sequence."""
         sink, local = streaming_info.T[:, None, :, None, None]
-        column, last = self._blocks(self.columns), self.keys.diff()[:, None, None, None]
-        if causal:
-            last = self._queries() + BLOCK
-        seen = -(-last // BLOCK)
+        last = self._queries() + BLOCK if causal else self.keys.diff()[:, None, None, None]
+        column, seen = _numbers(self.kv_cut), -(-last // BLOCK)
         return (column < sink) | (column < seen) & (column >= seen - local)
 
     def near_tokens(self, streaming_info: Tensor) -> tuple[Tensor, Tensor]:
         """bool ``[B, H, rows, columns]`` each: the blocks that hold the first tokens or the last ones that a causal query sees, as many of
         both as ``streaming_info`` ``[H, 2]`` says, first those of which it sees all but the future, then those of which it sees a part."""
         sink, local = streaming_info.T[:, None, :, None, None]
-        key, query = self._blocks(self.columns) * BLOCK, self._queries()
+        key, query = _numbers(self.kv_cut) * BLOCK, self._queries()
         key_end, query_end = key + (BLOCK - 1), query + (BLOCK - 1)
         seen = (key <= query_end) & ((key < sink) | (key_end > query - local))
         whole = (key_end < sink) | (key > query_end - local)
         return seen & whole, seen & ~whole
 
-    def _blocks(self, number: int) -> Tensor:
-        return torch.arange(number, dtype=torch.int32, device=self.keys.device)
-
     def _queries(self) -> Tensor:
         """int32 ``[B, 1, rows, 1]``: which of its sequence's keys stands beside the first query of each block, under a causal mask."""
-        return ((self.first - self.keys[:-1])[:, None] + self._blocks(self.rows) * BLOCK)[:, None, :, None]
+        return ((self.first - self.keys[:-1])[:, None] + _numbers(self.q_cut) * BLOCK)[:, None, :, None]
+
+
+def _numbers(cut: Cut) -> Tensor:
+    """int32: those of the blocks of the longest sequence."""
+    return torch.arange(cut.starts.shape[1], dtype=torch.int32, device=cut.starts.device)
 
 
 def _masked(head_mask_type: Tensor, base_blockmask: Tensor | None) -> Tensor:
@@ -233,8 +223,8 @@ def _attend_partly_seen(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tenso
     lists = BlockLists.from_mask(partly, BLOCK, BLOCK, capacity=PARTLY_SEEN)
     mask = _seen(lists.indices, sequences, streaming_info)
     # All heads as one whose sequences are those of every head, for each has masks of its own.
-    q_cut, kv_cut = (_of_heads(cut, number, tokens) for cut, number in ((sequences.q_cut(), heads), (sequences.kv_cut(), kv_heads)))
-    batch, rows, columns = len(partly), sequences.rows, sequences.columns
+    q_cut, kv_cut = (_of_heads(cut, number, tokens) for cut, number in ((sequences.q_cut, heads), (sequences.kv_cut, kv_heads)))
+    batch, _, rows, columns = partly.shape
     place = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None] + (
         torch.arange(heads, dtype=torch.int32, device=q.device) // (heads // kv_heads) * batch)
     indices = lists.indices + place[:, :, None, None] * columns
@@ -252,7 +242,7 @@ def _seen(ids: Tensor, sequences: _Sequences, streaming_info: Tensor) -> Tensor:
     sink, local = streaming_info.T[:, None, :, None, None, None, None]
     inside = torch.arange(BLOCK, dtype=torch.int32, device=ids.device)
     key = ids[..., None, None] * BLOCK + inside
-    query = (sequences.q_cut().starts - sequences.keys[:-1, None])[:, None, :, None, None, None] + inside[:, None]
+    query = (sequences.q_cut.starts - sequences.keys[:-1, None])[:, None, :, None, None, None] + inside[:, None]
     return (key <= query) & ((key < sink) | (key > query - local))
 
 
