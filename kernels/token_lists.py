@@ -6,9 +6,7 @@ and a span of keys that it may see at all: its sequence in a packed batch, what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -46,19 +44,21 @@ class TokenLists:
         spans: int32 ``[T, 3]``: (origin, low, high). Block n of the token holds the keys n * block_size up to (n + 1) * block_size from row
             ``origin`` on; of these the token sees the ones from ``low`` up to ``high``, both counted from the origin.
         block_size: tokens of a key block.
-        invert: makes the KeyLists; None where no gradient is asked for.
         full: int32 ``[T, Hkv]``: of the entries that count so many stand at the front, of blocks that the token sees wholly, and the
             others at the back. None where nothing is known of them.
         cache: where given, ``spans`` is instead int32 or int64 ``[T]``, the keys of each token's own padded cache.
+        packed: where the sequences lie, which ``invert`` wants to know; None where there is no gradient.
+        mask: what the lists were made of by kernels, which invert that instead.
     """
 
     ids: Tensor
     counts: Tensor | None
     spans: Tensor
     block_size: int
-    invert: Callable[[], KeyLists] | None = None
     full: Tensor | None = None
     cache: PaddedCache | None = None
+    packed: Packed | None = None
+    mask: Tensor | None = None
 
     def used(self) -> Tensor:
         """bool as ids: which entries count."""
@@ -78,6 +78,26 @@ class TokenLists:
         origin = torch.arange(len(length), dtype=torch.int32, device=length.device) * self.cache.pitch
         first = self.cache.capacity - length if self.cache.left else torch.zeros_like(length)
         return torch.stack([origin, first, first + length], 1)
+
+    def invert(self) -> KeyLists:
+        """The way back. Sorts all entries by key block; the sort is stable, so tokens stay in order."""
+        assert self.packed is not None, "no gradient through these lists"
+        if self.mask is not None:
+            from .lowering.token_lists import key_tokens
+
+            _, starts, sizes = self.packed.key_blocks(self.block_size, per_sequence=self.mask.shape[3])
+            return KeyLists(starts, sizes, *key_tokens(self.mask, self.packed.cu_q, self.block_size))
+        ids = self.ids
+        tokens, heads, capacity = ids.shape
+        firsts, starts, sizes = self.packed.key_blocks(self.block_size)
+        number = len(starts)
+        used = self.used() & (ids >= 0)
+        block = (firsts[self.packed.places()[0], None, None] + ids).where(used, number)
+        rows = torch.arange(heads, device=ids.device)[:, None] * (number + 1)
+        keys, order = (block.transpose(0, 1) + rows[:, :, None]).flatten().sort(stable=True)
+        bounds = torch.searchsorted(keys, rows + torch.arange(number + 1, device=ids.device))
+        entries = order % max(tokens * capacity, 1) // max(capacity, 1)
+        return KeyLists(starts, sizes, entries.int(), bounds[:, :-1].contiguous(), bounds.diff(dim=1).int())
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +181,7 @@ def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Te
         from .lowering.token_lists import chosen_blocks
 
         ids, counts, full = chosen_blocks(ids.contiguous(), None if counts is None else counts.contiguous(), spans, block_size)
-        lists = TokenLists(ids, counts, spans, block_size, full=full)
-        return replace(lists, invert=partial(_invert, lists, packed))
+        return TokenLists(ids, counts, spans, block_size, full, packed=packed)
     nowhere = torch.iinfo(torch.int32).max
     blocks = (spans[:, 2] + (block_size - 1)) // block_size
     known = (ids >= 0) & (ids < blocks[:, None, None])
@@ -172,23 +191,7 @@ def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Te
     counts = (ids != nowhere).sum(-1, dtype=torch.int32)
     repeated = torch.zeros_like(ids, dtype=torch.bool)
     repeated[..., 1:] = ids[..., 1:] == ids[..., :-1]
-    lists = TokenLists(ids.masked_fill(repeated, -1), counts, spans, block_size)
-    return replace(lists, invert=partial(_invert, lists, packed))
-
-
-def _invert(lists: TokenLists, packed: Packed) -> KeyLists:
-    """Sorts all entries by key block; the sort is stable, so tokens stay in order."""
-    ids = lists.ids
-    tokens, heads, capacity = ids.shape
-    firsts, starts, sizes = packed.key_blocks(lists.block_size)
-    number = len(starts)
-    used = lists.used() & (ids >= 0)
-    block = (firsts[packed.places()[0], None, None] + ids).where(used, number)
-    rows = torch.arange(heads, device=ids.device)[:, None] * (number + 1)
-    keys, order = (block.transpose(0, 1) + rows[:, :, None]).flatten().sort(stable=True)
-    bounds = torch.searchsorted(keys, rows + torch.arange(number + 1, device=ids.device))
-    entries = order % max(tokens * capacity, 1) // max(capacity, 1)
-    return KeyLists(starts, sizes, entries.int(), bounds[:, :-1].contiguous(), bounds.diff(dim=1).int())
+    return TokenLists(ids.masked_fill(repeated, -1), counts, spans, block_size, packed=packed)
 
 
 def lists_from_mask(mask: Tensor, packed: Packed, spans: Tensor, block_size: int, impl: str) -> TokenLists:
@@ -198,16 +201,15 @@ def lists_from_mask(mask: Tensor, packed: Packed, spans: Tensor, block_size: int
     ``impl`` is "triton" or "torch", as the attention's; it changes nothing but speed.
     """
     if impl == "triton":
-        from .lowering.token_lists import key_tokens, token_blocks
+        from .lowering.token_lists import token_blocks
 
         ids, counts, full = token_blocks(mask, packed.cu_q, packed.q_tokens, block_size)
-        return TokenLists(ids, counts, spans, block_size, partial(_invert_mask, key_tokens, mask, packed, block_size), full)
+        return TokenLists(ids, counts, spans, block_size, full, packed=packed, mask=mask)
     sequence, position, inside = packed.places()
     inside = inside & (position < mask.shape[2])
     rows = mask[sequence, :, position.clamp(0, max(mask.shape[2] - 1, 0))] & inside[:, None, None]
     rows = rows & (torch.arange(mask.shape[3], device=mask.device) * block_size < spans[:, 2:, None])
-    lists = TokenLists(*_sorted_rows(rows), spans, block_size)
-    return replace(lists, invert=partial(_invert, lists, packed))
+    return TokenLists(*_sorted_rows(rows), spans, block_size, packed=packed)
 
 
 def lists_from_rows(mask: Tensor, lengths: Tensor, cache: PaddedCache, block_size: int, impl: str) -> TokenLists:
@@ -222,8 +224,3 @@ def lists_from_rows(mask: Tensor, lengths: Tensor, cache: PaddedCache, block_siz
 def _sorted_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     """(ids int32, counts int32) of the True entries along the last dimension, ascending."""
     return mask.logical_not().argsort(dim=-1, stable=True).int(), mask.sum(-1, dtype=torch.int32)
-
-
-def _invert_mask(key_tokens, mask: Tensor, packed: Packed, block_size: int) -> KeyLists:
-    _, starts, sizes = packed.key_blocks(block_size, per_sequence=mask.shape[3])
-    return KeyLists(starts, sizes, *key_tokens(mask, packed.cu_q, block_size))

@@ -38,14 +38,13 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
         out ``[T, Hq, Dv]`` in q's dtype and lse float32 ``[T, Hq]`` (float64 for float64 inputs), natural logarithm. A token that attends
         to nothing gives out = 0, lse = -inf and zero gradients.
 
-    Differentiable in q, k and v, also through lse, where the lists have ``invert``. Same inputs, same bits. Never waits for a GPU.
+    Differentiable in q, k and v, also through lse, where the lists have ``packed``. Same inputs, same bits. Never waits for a GPU.
     """
     scale = resolve_scale(scale, q.shape[-1])
     impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
     refuse_forward_mode(q=q, k=k, v=v)
     inverse = None
     if impl == "triton" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        assert lists.invert is not None, "no gradient through these lists"
         inverse = lists.invert()
     elif not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) or watched(q, k, v)):
         # The operator would cost more than a step of decoding.
