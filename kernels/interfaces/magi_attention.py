@@ -43,17 +43,6 @@ class SparseArgs:
         if self.tile_shape is not None:
             raise ValueError(f"tile_shape must be None: the launch table chooses it by head_dim, blocks and GPU, got {self.tile_shape}")
 
-    def packs(self, q_block_size: int, group: int) -> bool:
-        """Whether query heads are packed."""
-        return group > 1 and q_block_size < ENOUGH_ROWS if self.pack_gqa is None else self.pack_gqa
-
-    def check_block(self, k_block_size: int) -> None:
-        """Refuses a ``sparse_load`` that blocks of this size cannot have."""
-        gathered = k_block_size < SHORTEST_TILE
-        if self.sparse_load is not None and self.sparse_load != gathered:
-            way = "gathered one by one" if gathered else "loaded as tiles"
-            raise ValueError(f"sparse_load must be {gathered} or None: key blocks of {k_block_size} are {way}, got {self.sparse_load}")
-
 
 def block_sparse_attn(
     q: Tensor, k: Tensor, v: Tensor, q_block_size: int, k_block_size: int, topk_indices: Tensor, *, sparse_args: SparseArgs | None = None,
@@ -86,11 +75,14 @@ def block_sparse_attn(
     sparse_args = SparseArgs() if sparse_args is None else sparse_args
     if not isinstance(sparse_args, SparseArgs):
         raise TypeError(f"sparse_args must be SparseArgs, got {type(sparse_args).__name__}")
-    sparse_args.check_block(k_block_size)
+    gathered, way = (True, "gathered one by one") if k_block_size < SHORTEST_TILE else (False, "loaded as tiles")
+    if sparse_args.sparse_load not in (None, gathered):
+        raise ValueError(f"sparse_load must be {gathered} or None: key blocks of {k_block_size} are {way}, got {sparse_args.sparse_load}")
     check_tensor("topk_indices", topk_indices, INTEGERS, (kv_heads, -(-q_len // q_block_size), None),
                  "[key/value heads, query blocks, topk]", q.device)
 
-    packed = group if sparse_args.packs(q_block_size, group) else 1
+    pack = q_block_size < ENOUGH_ROWS if sparse_args.pack_gqa is None else sparse_args.pack_gqa
+    packed = group if pack else 1
     blocks = BlockLists.from_topk(topk_indices, q_block_size * packed, k_block_size, num_kv_blocks=-(-k.shape[0] // k_block_size))
     k, v = (x.transpose(0, 1)[None] for x in (k, v))
     rows = pack_heads(q[None], kv_heads) if packed > 1 else q.transpose(0, 1)[None]
