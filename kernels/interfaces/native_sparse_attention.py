@@ -259,8 +259,7 @@ def parallel_nsa_compression(
     """
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
     TK, block_size = require_int("TK", TK, 1), require_int("block_size", block_size, 1)
-    packed = _packed_blocks(q, k, TK, block_size, cu_seqlens)
-    firsts, origin, position = _places(packed, block_size)
+    packed, firsts, origin, position = _rows_of_blocks(q, k, TK, block_size, cu_seqlens)
     rows = k.shape[0] * k.shape[1]
     seen = ((position + 1) // block_size).minimum(rows - origin).clamp(min=0)
     spans = torch.stack([origin, torch.zeros_like(origin), seen], 1).int()
@@ -302,7 +301,7 @@ def parallel_nsa_topk(
     """
     q, k, _ = check_token_inputs(q, k, k, dims=DIMS)
     TK, block_size = require_int("TK", TK, 1), require_int("block_size", block_size, 1)
-    packed = _packed_blocks(q, k, TK, block_size, cu_seqlens)
+    _, _, origin, position = _rows_of_blocks(q, k, TK, block_size, cu_seqlens)
     scale, impl = resolve_scale(scale, q.shape[-1]), choose_token_impl(impl, q.device, q.dtype, q.shape[-1])
     limits = None
     if isinstance(block_counts, Tensor):
@@ -312,7 +311,6 @@ def parallel_nsa_topk(
     if lse is None:
         lse = parallel_nsa_compression(q, k, k, TK, block_size, scale, cu_seqlens, impl=impl)[1]
     check_tensor("lse", lse, (torch.float32, torch.float64), q.shape[:3], "[B, T, HQ]", q.device)
-    _, origin, position = _places(packed, block_size)
     chosen = torch.full((*q.shape[:2], k.shape[2], block_counts), -1, dtype=torch.int32, device=q.device)
     at_once = max(1, CHOICE_ELEMENTS // max((k if impl == "triton" else q).shape[2] * k.shape[1], 1))
     # A sum in float32 must stay one under autocast.
@@ -386,14 +384,12 @@ def _packed_sequences(q: Tensor, k: Tensor, k_tokens: int, cu_seqlens: Tensor | 
     return Packed.checked(*cu_seqlens, q_tokens, k_tokens, q.device, names=("cu_seqlens", "cu_seqlens"), dims="[N + 1]")
 
 
-def _packed_blocks(q: Tensor, k: Tensor, TK: int, block_size: int, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None) -> Packed:
-    """The tokens' sequences, with k checked to have a row for each block of theirs."""
+def _rows_of_blocks(q: Tensor, k: Tensor, TK: int, block_size: int, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None
+                    ) -> tuple[Packed, Tensor, Tensor, Tensor]:
+    """(the tokens' sequences, with k checked to have a row for each block of theirs; first row of every sequence's blocks, int64 [N]; that
+    of every token's, int64 [T]; its position among the keys, or -1)."""
     if cu_seqlens is None and k.shape[1] != -(-TK // block_size):
         raise ValueError(f"k must have ceil(TK / block_size) = {-(-TK // block_size)} blocks, got {k.shape[1]}")
-    return _packed_sequences(q, k, TK, cu_seqlens)
-
-
-def _places(packed: Packed, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(first row of every sequence's blocks, int64 [N]; that of every token's, int64 [T]; its position among the keys, or -1)."""
+    packed = _packed_sequences(q, k, TK, cu_seqlens)
     firsts = packed.key_blocks(block_size)[0]
-    return firsts, firsts[packed.places()[0]], packed.spans()[:, 2].long() - 1
+    return packed, firsts, firsts[packed.places()[0]], packed.spans()[:, 2].long() - 1
