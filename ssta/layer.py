@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .ranks.shares import Sent
 
 
-class Held(NamedTuple):
+class HeldKeys(NamedTuple):
     """What is known of keys in the order of the tiles that a cache holds, and follows them where they are written to.
 
     Attributes:
@@ -54,7 +54,7 @@ class Tiled(NamedTuple):
     v: Tensor
     q_means: Tensor | None
     k_means: Tensor | None
-    held: Held | None = None
+    held: HeldKeys | None = None
 
 
 # So many tensors that a run holds are no tape: counts, indices, valid lengths, which heads are useful, shares of mass.

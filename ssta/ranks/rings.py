@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
 # For each run the tokens that each place of a ring has, or just its own number of tokens where it stays as it is.
-Counts = tuple[tuple[int, ...], ...]
+TokensByPlace = tuple[tuple[int, ...], ...]
 
 
 class Pieces(NamedTuple):
@@ -41,8 +41,8 @@ class Pieces(NamedTuple):
 
     runs: tuple[Run, ...]
     rows: Spans
-    gathered: Counts
-    joined: Counts | None
+    gathered: TokensByPlace
+    joined: TokensByPlace | None
 
 
 @remember_plain
@@ -136,12 +136,12 @@ def shares_of(group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, spli
     return Shards.of(group, layout, split)
 
 
-def _gather(rings: Rings, xs: Sequence[Tensor], counts: Counts) -> tuple[Tensor, ...]:
+def _gather(rings: Rings, xs: Sequence[Tensor], counts: TokensByPlace) -> tuple[Tensor, ...]:
     """Parts of runs, gathered: tensors ``[B, H_r, own parts, D]`` -> ``[B, H_r, all parts, D]``, differentiable."""
     return _Gather.apply(rings, counts, *xs) if recorded(*xs) else _gathered(rings, xs, counts)
 
 
-def _gathered(rings: Rings, xs: Sequence[Tensor], counts: Counts) -> tuple[Tensor, ...]:
+def _gathered(rings: Rings, xs: Sequence[Tensor], counts: TokensByPlace) -> tuple[Tensor, ...]:
     joined = torch.cat([x.permute(2, 0, 1, 3) for x in xs], 2)
     parts = list(joined.split([of[rings.place] if len(of) > 1 else of[0] for of in counts]))
     moved = [number for number, of in enumerate(counts) if len(of) > 1]
@@ -152,7 +152,7 @@ def _gathered(rings: Rings, xs: Sequence[Tensor], counts: Counts) -> tuple[Tenso
     return tuple([part.permute(1, 2, 0, 3) for part in torch.cat(parts).split([x.shape[1] for x in xs], 2)])
 
 
-def _returned(rings: Rings, xs: Sequence[Tensor], counts: Counts) -> list[Tensor]:
+def _returned(rings: Rings, xs: Sequence[Tensor], counts: TokensByPlace) -> list[Tensor]:
     """The adjoint: what the ranks of a ring have of the gradients of one another's parts, summed over the ring, rank after rank."""
     joined = torch.cat([x.permute(2, 0, 1, 3) for x in xs], 2)
     parts = list(joined.split([sum(of) for of in counts]))
@@ -182,7 +182,7 @@ def _swap(rings: Rings, packets: list[list[Tensor]], comes: list[tuple[int, ...]
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rings: Rings, counts: Counts, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, rings: Rings, counts: TokensByPlace, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.rings, ctx.counts = rings, counts
         return _gathered(rings, xs, counts)
 
