@@ -175,7 +175,7 @@ class Layer:
             tiled = self.gather(q, k, v)
         del q, k, v
         means = self.means(tiled)
-        # What the video tiles are worth that will not be computed; None where they are dropped.
+        # Estimates of the video tiles that will not be computed; None where these are dropped.
         estimates = self.estimate(tiled, None if selection is None else selection.useful) if self.estimates else None
         if selection is None:
             selection = self.select(tiled, estimates, left)

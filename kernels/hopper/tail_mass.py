@@ -111,7 +111,7 @@ def _biases(work, i, number: gl.constexpr):
 
 @gluon.jit
 def _first_unit(work, step):
-    """Of a step: units come twice."""
+    """The first unit of a step; all units come twice."""
     return gl.where(step < work.steps, step, step - work.steps) * work.k.shape[3]
 
 

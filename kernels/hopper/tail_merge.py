@@ -204,7 +204,7 @@ def _merge(work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scal
     ROWS: gl.constexpr = work.q.shape[3]
     UNITS: gl.constexpr = work.k.shape[3]
     D: gl.constexpr = work.k.shape[4]
-    # Of the matrix.
+    # Pieces of the matrix; the exact part is the one more that REST counts.
     PIECES: gl.constexpr = REST - 1
     layout: gl.constexpr = product_layout(D)
     by_rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -231,7 +231,7 @@ def _merge(work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scal
         mbarrier.arrive(work.walked.index(0), count=1)
         if fails > 0:
             for i in range(rest, rest + REST):
-                # What was loaded ahead goes unused.
+                # Units that were loaded ahead go unused.
                 ring_wait(work.k_full, i, True)
                 ring_arrive(work.k_done, i, True)
             acc, row_max, row_sum = _walk(work, q, rest + REST, rest, start, failed, scale_log2, True)

@@ -106,7 +106,7 @@ def _multiply(work, number: gl.constexpr, result, out_desc, out, rows, columns, 
             gl.store(of_head + (lines[:, None] * columns + places[None, :]), acc,
                      mask=(lines < rows)[:, None] & (places < columns)[None, :])
         else:
-            # What is on its way out of the tile before must be gone.
+            # The result of the tile before must have left shared memory.
             tma.store_wait(0)
             barrier()
             matrix(result.index(number)).store(acc.to(gl.bfloat16))

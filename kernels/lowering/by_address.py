@@ -88,7 +88,7 @@ class ByAddress:
             if by_address is None:
                 return None
             found.steps.append(by_address)
-            # What has no tensors is done by the host: it waits, or looks at what the device has told it.
+            # A step without tensors is done by the host: it waits, or looks at what the device has told it.
             found.recordable.append(bool(step.places()))
         return found
 

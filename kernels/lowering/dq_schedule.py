@@ -300,7 +300,7 @@ def _lock_value_kernel(counts, indices, listed_counts, listed_indices, tiles, ti
 
 
 def bytes_of(rows: int, dim: int) -> int:
-    """Of what is read and added to for so many query rows: q, dO, lse_dpsum and the sums of dQ."""
+    """How much is read, and added to, for so many query rows: q, dO, lse_dpsum and the sums of dQ."""
     return rows * (8 * dim + 32)
 
 

@@ -283,7 +283,7 @@ class Planned:
         return [*laid, *held[len(laid):]]
 
     def result(self, held: Sequence[Tensor], number: int) -> Tensor:
-        """Of what ``run`` gave a result, which may lie in an input that arrived."""
+        """One of the results that ``run`` gave, which may lie in an input that arrived."""
         place = self._places[number]
         return held[place.base] if place.base >= self._inputs else place.of(held)
 

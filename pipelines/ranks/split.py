@@ -142,7 +142,7 @@ class LeftOut:
     def __init__(self, metadata: Any) -> None:
         self._metadata = metadata
         self._names = list(inspect.signature(metadata._cls.forward).parameters)[1:]
-        # What diffusers finds out at the first call, which a compiler cannot trace.
+        # diffusers finds these places at the first call, in a way that a compiler cannot trace.
         metadata.cached_parameter_indices = {name: index for index, name in enumerate(self._names)}
 
     def _get_parameter_from_args_kwargs(self, name: str, args: tuple = (), kwargs: dict | None = None) -> tuple[Any, bool, int | None]:

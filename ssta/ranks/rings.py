@@ -47,13 +47,13 @@ class Pieces(NamedTuple):
 
 @remember_plain
 def pieces_of(runs: tuple[Run, ...], size: int, place: int, width: int) -> Pieces:
-    """Of the place ``place`` in a ring of ``size``, at each of whose places ``width`` ranks exchange heads."""
+    """The pieces of place ``place`` in a ring of ``size`` places, at each of which ``width`` ranks exchange heads."""
     places = held_by(runs, size * width, place * width).places
     held = [tuple([sum(of.held[width * at:width * (at + 1)]) for at in range(size)]) if of.shared else deal(of.length, size)
             for of in places]
     own = tuple([Run(counts[place], True) if run.shared else run for run, counts in zip(runs, held)])
     rows = tuple([(of.start + sum(counts[:place]), counts[place]) for of, counts in zip(places, held)])
-    # What is whole is whole already, but for its rows.
+    # A run that is not shared is on every rank already; only its rows need to be joined.
     gathered = tuple([counts if run.shared else (run.length,) for run, counts in zip(runs, held)])
     joined = None if size == 1 or all([run.shared for run in runs]) else tuple(
         [(counts[place],) if run.shared else counts for run, counts in zip(runs, held)])
@@ -165,11 +165,11 @@ def _returned(rings: Rings, xs: Sequence[Tensor], counts: TokensByPlace) -> list
 
 
 def _swap(rings: Rings, packets: list[list[Tensor]], comes: list[tuple[int, ...]], like: Tensor) -> list[Tensor]:
-    """Of each run what comes from the places of the ring, ``[tokens of all, *like.shape[1:]]``.
+    """What comes from the places of the ring for each run, ``[tokens of all, *like.shape[1:]]``.
 
     Args:
-        packets: of each run what goes to each place, flat.
-        comes: of each run how many tokens come from each.
+        packets: what goes to each place for each run, flat.
+        comes: how many tokens come from each place for each run.
     """
     width = prod(like.shape[1:])
     if in_graph(like):

@@ -160,7 +160,7 @@ class Sent:
 
     @property
     def memory(self) -> Tensor:
-        """Of one tensor that ``waits``: what ``wait`` is going to give, which holds nothing yet."""
+        """The one tensor that ``wait`` is going to give, which holds nothing yet."""
         assert self._incoming is not None, "it was waited for"
         return self._incoming.memory[0]
 
