@@ -18,7 +18,7 @@ from ..patch.canvas import from_numbers, memory_before
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.streams import Stream, later
-from ..ranks.split import CROSS_LENGTHS, Plan, Split, gathered, split, split_outputs
+from ..ranks.split import CROSS_LENGTHS, Split, SplitPlan, gathered, split, split_outputs
 from .ltx import tokens_given
 
 ROPE = {"interleaved": apply_interleaved_rotary_emb, "split": apply_split_rotary_emb}
@@ -92,7 +92,7 @@ class LTX2PerturbedSSTAProcessor(LTX2SSTAProcessor):
         return self._project_out(attn, hidden_states, out)
 
 
-def _plan(model: nn.Module) -> Plan:
+def _plan(model: nn.Module) -> SplitPlan:
     """Audio and text are whole. diffusers' own splits them, and three of its four angles are not."""
     config: Any = model.config
     angles = split_outputs(4, 2) if config.rope_type == "split" else split_outputs(3, 1)

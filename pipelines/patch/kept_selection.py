@@ -20,7 +20,7 @@ class KeptSelection:
     def __init__(self) -> None:
         self._bits: Tensor | None = None
         self._tiles = 0
-        # What follows counts and indices among the lists' fields.
+        # The lists' fields that come after counts and indices.
         self._fields: tuple = ()
         self._shape: tuple[int, ...] | None = None
         # The heads whose other tiles are estimated.

@@ -35,7 +35,7 @@ from .kept_selection import Holder
 from .report import LayerRun, Stopwatch
 from .streams import TORCH_NORMS, Norms, Stream, apart, finished, joined
 
-# What attention gets of q, k and v: they themselves, their projections, or what other ranks send.
+# Attention is given q, k and v themselves, their projections, or what other ranks send.
 Given = Input | Sent
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
 _LAYOUTS_KEPT = 16

@@ -22,7 +22,7 @@ from .processor import SSTAProcessor
 
 # From this density on a forward is dense: choosing what to leave out gains nothing.
 DENSE_FROM = 63 / 64
-# Of a density that falls to its target.
+# A density that falls to its target falls by at most so many equal factors.
 FACTORS = 3
 
 

@@ -32,6 +32,6 @@ class ExchangeTimer:
             self._after.stop()
 
     def seconds(self) -> float | None:
-        """Of both; None where nothing was exchanged, or inside a graph. Waits for the device."""
+        """The seconds of both exchanges together; None where nothing was exchanged, or inside a graph. Waits for the device."""
         before, after = self._before.seconds(), self._after.seconds()
         return None if before is None or after is None else before + after

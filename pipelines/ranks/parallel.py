@@ -21,14 +21,14 @@ from ssta.ranks import check_ranks
 
 from ..patch.call import Ranks
 from ..patch.family import Family, family_of
-from .split import LeftOut, OwnMemory, Plan, Split, hooks_of
+from .split import LeftOut, OwnMemory, Split, SplitPlan, hooks_of
 
 # They compare activations, of which a rank has its own tokens.
 _LOOKING = FirstBlockCacheConfig, SeaCacheConfig
 _HOW = "pass cp_plan=ssta.pipelines.cp_plan(transformer) to enable_parallelism, or call it after apply_ssta"
 
 
-def cp_plan(transformer: nn.Module) -> Plan:
+def cp_plan(transformer: nn.Module) -> SplitPlan:
     """How a transformer's tokens are split over ranks under SSTA: for ``transformer.enable_parallelism(config=..., cp_plan=...)``.
 
     Needed only where ``enable_parallelism`` comes before ``apply_ssta``, which otherwise leaves the plan on the model.
@@ -247,7 +247,7 @@ def _checked(model: nn.Module, family: Family) -> None:
                          f"; {_HOW}")
 
 
-def _hooked(model: nn.Module) -> Plan:
+def _hooked(model: nn.Module) -> SplitPlan:
     """The plan that diffusers' hooks in the model carry out."""
     return {name: hook.metadata for module in model.modules() for name, hook in hooks_of(module)}
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CROSS_LENGTHS = ("its audio attends to the video through diffusers' own exchange, which has no right gradient for queries and keys of "
                  "different lengths")
 # As diffusers' `enable_parallelism(cp_plan=...)` takes it: by a module's name, which arguments or outputs are split and which gathered.
-Plan = dict[str, Any]
+SplitPlan = dict[str, Any]
 
 
 def _no_hooks(model: nn.Module, call: Callable[[], CallState]) -> tuple[RemovableHandle, ...]:
@@ -50,7 +50,7 @@ class Split:
         TypeError: a field of the wrong kind.
     """
 
-    plan: Plan | Callable[[nn.Module], Plan] = field(hash=False)
+    plan: SplitPlan | Callable[[nn.Module], SplitPlan] = field(hash=False)
     whole: tuple[str, ...] = ()
     tokens: Callable[[Mapping[str, Any], int], int] | None = None
     stock: bool = False
@@ -66,7 +66,7 @@ class Split:
         require_kind("Split.trains", self.trains, "True, or a sentence that says why not",
                      self.trains is True or isinstance(self.trains, str) and len(self.trains) > 0)
 
-    def of(self, model: nn.Module) -> Plan:
+    def of(self, model: nn.Module) -> SplitPlan:
         """The plan of ``model``; ValueError where a list of which it wants the last block has just one."""
         plan = self.plan if isinstance(self.plan, dict) else self.plan(model)
         return {_counted(name, model): part for name, part in plan.items()}
@@ -97,10 +97,10 @@ def gathered() -> ContextParallelOutput:
     return ContextParallelOutput(gather_dim=1, expected_dims=3)
 
 
-def stock_plan(model: nn.Module) -> Plan:
+def stock_plan(model: nn.Module) -> SplitPlan:
     """The plan that the model's own class has."""
     kind: Any = type(model)
-    plan: Plan = kind._cp_plan
+    plan: SplitPlan = kind._cp_plan
     return plan
 
 
@@ -142,7 +142,7 @@ class LeftOut:
     def __init__(self, metadata: Any) -> None:
         self._metadata = metadata
         self._names = list(inspect.signature(metadata._cls.forward).parameters)[1:]
-        # What diffusers finds out at the first call, which a compiler cannot trace.
+        # diffusers finds these places at the first call, in a way that a compiler cannot trace.
         metadata.cached_parameter_indices = {name: index for index, name in enumerate(self._names)}
 
     def _get_parameter_from_args_kwargs(self, name: str, args: tuple = (), kwargs: dict | None = None) -> tuple[Any, bool, int | None]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...token_lists import Packed
-from ..packed import Cut
+from ..packed import BlockSpans
 
 # Tokens of a block, of queries and of keys.
 BLOCK = 128
@@ -41,13 +41,13 @@ class Sequences(NamedTuple):
         row = self.first[sequence] + position
         return row.clamp(0, packed.k_tokens - 1), inside & (row >= packed.cu_k[sequence])
 
-    def q_cut(self) -> Cut:
+    def q_cut(self) -> BlockSpans:
         """The query blocks, which begin anew in each sequence."""
-        return Cut.of(self.first, self.bounds, BLOCK, self.rows)
+        return BlockSpans.of(self.first, self.bounds, BLOCK, self.rows)
 
-    def kv_cut(self) -> Cut:
+    def kv_cut(self) -> BlockSpans:
         """The key blocks."""
-        return Cut.of(self.keys[:-1], self.keys, BLOCK, self.columns)
+        return BlockSpans.of(self.keys[:-1], self.keys, BLOCK, self.columns)
 
     def near(self, streaming_info: Tensor, causal: bool) -> Tensor:
         """bool ``[B, H, rows, columns]``: the first and the last blocks that a query block sees, as many of both as ``streaming_info``

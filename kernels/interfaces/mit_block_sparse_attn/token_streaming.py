@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...blocks import BlockLists
 from ...merge import merge_attention
-from ..packed import Cut
+from ..packed import BlockSpans
 from ..within_blocks import attention_within_blocks
 from .patterns import BLOCK, Sequences
 
@@ -50,10 +50,10 @@ def _seen(ids: Tensor, sequences: Sequences, streaming_info: Tensor) -> Tensor:
     return (key <= query) & ((key < sink) | (key > query - local))
 
 
-def _of_heads(cut: Cut, heads: int, tokens: int) -> Cut:
+def _of_heads(cut: BlockSpans, heads: int, tokens: int) -> BlockSpans:
     """The blocks of sequences that every head has, the heads' tokens behind one another."""
     before = torch.arange(heads, dtype=torch.int32, device=cut.starts.device)[:, None, None] * tokens
-    return Cut((cut.starts + before).flatten(0, 1), cut.lengths.repeat(heads, 1))
+    return BlockSpans((cut.starts + before).flatten(0, 1), cut.lengths.repeat(heads, 1))
 
 
 class WithoutGradient(torch.autograd.Function):

@@ -22,7 +22,7 @@ from ...patch.family import Family, Site, family_of
 from ...patch.installation import processors_for, require_bare, sites_of
 from ...schedule.progress import Progress
 from ...schedule.schedule import Schedule
-from .checkpoint import Found, Weights, find_tensors
+from .checkpoint import FoundTensors, Weights, find_tensors
 
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -108,7 +108,7 @@ def _sites(family: Family, model: nn.Module, branch: Branch) -> list[Site]:
 
 def _found(
     weights: Weights | Mapping[str, Weights] | None, model: nn.Module, name: str, names: Sequence[str], branch: Branch,
-) -> Found:
+) -> FoundTensors:
     """The branch's tensors for one of the pipeline's transformers."""
     own: Any = weights
     if weights is None:
@@ -125,7 +125,7 @@ def _found(
     return find_tensors(own, name, branch.pattern)
 
 
-def _layers(sites: Sequence[Site], found: Found, branch: Branch) -> dict[str, nn.Linear]:
+def _layers(sites: Sequence[Site], found: FoundTensors, branch: Branch) -> dict[str, nn.Linear]:
     """The trained layer of each site, by the name of the module that it will be."""
     blocks = {site.name.rpartition(".")[0]: site for site in sites}
     tensors: dict[tuple[str, str], Tensor] = {}
