@@ -15,7 +15,7 @@ from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention
 from ssta.attention import attend
 from ssta.dense import EXACT
 from ssta.inputs import described
-from ssta.kernels import PatternFacts, Route, choose_backend, choose_route
+from ssta.kernels import Deferred, PatternFacts, Route, choose_backend, choose_route
 from ssta.kernels.checks import autocast_inputs
 from ssta.layout import Input
 from ssta.op import world_of
@@ -33,7 +33,7 @@ from ..schedule.progress import is_fake
 from .context import ModelContext
 from .kept_selection import Holder
 from .report import LayerRun, Stopwatch
-from .streams import TORCH_NORMS, Norms, Stream, apart, finished, joined
+from .streams import TORCH_NORMS, Norms, Stream, apart, joined
 
 # What attention gets of q, k and v: they themselves, their projections, or what other ranks send.
 Given = Input | Sent
@@ -166,12 +166,13 @@ class SSTAProcessor:
                across_heads: bool = False) -> tuple[Given, Given, Given]:
         """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``. On several ranks v is on its way
         to them while k is made, and k while q is, from their projections on where streams have functions for them."""
-        shares = self._shares(layout, heads)
-        if shares is None:
-            return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, impl=self.context.impl,
-                          tiles=not self.dense)
-        finish = partial(finished, heads=heads, across_heads=across_heads, norms=self.norms, impl=self.context.impl)
-        return self._sent(shares, heads, *(partial(finish, streams) for streams in (queries, keys, values)))
+        shares, kinds = self._shares(layout, heads), (queries, keys, values)
+        join = partial(joined, heads=heads, across_heads=across_heads, norms=self.norms, impl=self.context.impl)
+        if shares is not None:
+            return self._sent(shares, heads, *(lambda kind=kind: join((kind,))[0] for kind in kinds))
+        # The kernel runs while the sparse layer makes tiles.
+        q, k, v = (x.materialize().transpose(1, 2) if self.dense and isinstance(x, Deferred) else x for x in join(kinds))
+        return q, k, v
 
     def self_attention(
         self, attn: Any, x: Tensor, layout: TokenLayout, mask: Tensor | None = None, *, angles: tuple[Tensor, Tensor] | None = None,
