@@ -250,21 +250,19 @@ class SSTAProcessor:
         Raises:
             TypeError, ValueError: what ``ssta_attention`` raises, or fewer heads than ranks.
         """
-        dense, part = self.dense, None
+        dense = self.dense
         if not isinstance(query, Sent):
-            shares = self._shares(layout, key.shape[2 if isinstance(key, Tensor) else 1])
+            key_heads = key.shape[2 if isinstance(key, Tensor) else 1]
+            shares = self._shares(layout, key_heads)
             if shares is not None:
                 # Before anything that ranks might disagree about.
-                query, key, value = self._sent(shares, key.shape[2 if isinstance(key, Tensor) else 1], *(
-                    lambda x=x: x for x in (query, key, value)))
+                query, key, value = self._sent(shares, key_heads, *(lambda x=x: x for x in (query, key, value)))
             elif not torch.compiler.is_compiling():
                 self._stopwatch.start(query.device)
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
-        if isinstance(q, Sent):
-            part = q.shards.rank, q.shards.ranks, q.shape[1], q.heads
         attended: Callable[..., tuple[LayerResult | Tensor, str | None]] = self._attend_densely if dense else self._attend_sparsely
         result, backend = attended(q, k, v, layout, text_mask, kv_layout)
-        return self._noted(result, backend, layout, dense, part)
+        return self._noted(result, backend, layout, dense, q)
 
     def _selecting(self, attended: Callable[[Selection | None], LayerResult], shape: tuple[int, ...]) -> LayerResult:
         """What ``attended`` gives: with the selection that was kept for a query of ``shape``, or with one that is kept now, where
@@ -276,8 +274,7 @@ class SSTAProcessor:
             kept.keep(result.selection, shape)
         return result
 
-    def _noted(self, result: LayerResult | Tensor, backend: str | None, layout: TokenLayout, dense: bool,
-               part: tuple[int, int, int, int] | None) -> Tensor:
+    def _noted(self, result: LayerResult | Tensor, backend: str | None, layout: TokenLayout, dense: bool, query: Given) -> Tensor:
         """``[B, S, H, D]`` of a result ``[B, H, S, D]``; keeps what the report asks for, and stops the time."""
         out, selection, route = (result, None, None) if isinstance(result, Tensor) else (result.out, result.selection, result.route)
         if not torch.compiler.is_compiling():
@@ -288,6 +285,7 @@ class SSTAProcessor:
         kind = None if blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
         mass = None if dense or isinstance(result, Tensor) else result.mass
         tiles, counts = (None, None) if dense or blocks is None else (blocks.num_kv_blocks or blocks.num_q_blocks, blocks.counts)
+        part = (query.shards.rank, query.shards.ranks, query.shape[1], query.heads) if isinstance(query, Sent) else None
         self._last = _LastRun(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part)
         return out.transpose(1, 2)
 
