@@ -13,15 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ..patch.call import CallState
 from ..patch.canvas import from_bcfhw
-from ..patch.family import Family, Site, stack_sites
+from ..patch.family import Family, stack_sites
 from ..ranks.split import Split, gathered, split, split_outputs
 from .joint import JointSSTAProcessor
 
-
-def two_stacks(model: nn.Module) -> Iterator[Site]:
-    """The sites of blocks with two streams, and of those with one."""
-    for blocks in ("transformer_blocks", "single_transformer_blocks"):
-        yield from stack_sites(model, blocks, "attn", HunyuanVideoAttnProcessor2_0, JointSSTAProcessor)
+# Blocks with two streams, and those with one.
+two_stacks = partial(stack_sites, stack=("transformer_blocks", "single_transformer_blocks"), attention="attn",
+                     stock=HunyuanVideoAttnProcessor2_0, replacement=JointSSTAProcessor)
 
 
 def _first_frame(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:

@@ -54,14 +54,15 @@ class Site:
 
 
 def stack_sites(
-    model: nn.Module, stack: str, attention: str, stock: type | tuple[type, ...],
+    model: nn.Module, stack: str | tuple[str, ...], attention: str, stock: type | tuple[type, ...],
     replacement: Callable[[Any], Any] | tuple[Callable[[Any], Any], ...],
 ) -> Iterator[Site]:
-    """The module ``attention`` of every block in the model's list of blocks ``stack``, in order: what most families' ``sites`` are.
+    """The module ``attention`` of every block in the model's list of blocks ``stack``, or in several, in order: what most families'
+    ``sites`` are.
 
     Args:
         model: the transformer.
-        stack: dotted name of the list, such as ``"transformer_blocks"``.
+        stack: dotted name of the list, such as ``"transformer_blocks"``, or several of them.
         attention: name of the self-attention in a block, such as ``"attn1"``.
         stock: the original processor's class, or a tuple of classes.
         replacement: what makes the processor that takes its place; for a tuple of classes as many, in the same order, or one for all.
@@ -75,10 +76,11 @@ def stack_sites(
     if len(replacements) != len(classes):
         raise ValueError(f"replacement must be one, or one for each of the {len(classes)} classes of stock, got {len(replacements)}")
     chosen = dict(zip(classes, replacements))
-    blocks: Any = model.get_submodule(stack)
-    for index, block in enumerate(blocks):
-        module = block.get_submodule(attention)
-        yield Site(f"{stack}.{index}.{attention}", module, stock, chosen.get(type(getattr(module, "processor", None)), replacements[0]))
+    for name in (stack,) if isinstance(stack, str) else stack:
+        blocks: Any = model.get_submodule(name)
+        for index, block in enumerate(blocks):
+            module = block.get_submodule(attention)
+            yield Site(f"{name}.{index}.{attention}", module, stock, chosen.get(type(getattr(module, "processor", None)), replacements[0]))
 
 
 @dataclass(frozen=True)
