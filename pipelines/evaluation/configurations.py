@@ -12,9 +12,10 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from ssta import SSTAConfig
 from ssta.kernels.routing import IMPLEMENTATIONS
 
+from ..families import OWN_PRESETS
 from ..patch.apply import SSTAHandle, apply_ssta, transformers_of
 from ..patch.context import having
-from ..patch.family import Family, family_of, own_presets, preset_names, preset_settings
+from ..patch.family import Family, family_of, preset_names, preset_settings
 from ..schedule.changes import changed
 from ..schedule.presets import PRESETS
 from ..schedule.schedule import Schedule
@@ -98,8 +99,7 @@ def check_names(text: str) -> None:
     Raises:
         ValueError: a name that is no preset of any model, or no field, or a field without a value.
     """
-    name = text.partition("@")[0].partition(",")[0].strip()
-    _read(text, tuple(PRESETS) if "=" in name or name in (*_NAMES, *PRESETS) else (*PRESETS, *own_presets()))
+    _read(text, (*PRESETS, *OWN_PRESETS))
 
 
 def _read(text: str, presets: Sequence[str]) -> tuple[str, list[tuple[str, str]], str | None]:

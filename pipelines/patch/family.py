@@ -191,17 +191,6 @@ def family_of_class(kind: type) -> Family | None:
     return next((_registered(base.__name__) for base in kind.__mro__ if base.__name__ in _FAMILIES), None)
 
 
-def own_presets() -> tuple[str, ...]:
-    """Names of the presets that families have of their own. Imports all families that can be imported."""
-    names: dict[str, None] = {}
-    for model in supported_models():
-        try:
-            names |= dict.fromkeys(_registered(model).presets)
-        except (ImportError, TypeError):
-            continue
-    return tuple(names)
-
-
 def preset_names(family: Family) -> tuple[str, ...]:
     """The presets that a family's models take: its own, then those that all have."""
     return *family.presets, *(name for name in PRESETS if name not in family.presets)
