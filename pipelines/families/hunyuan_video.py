@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from ..patch.call import CallState
 from ..patch.canvas import from_bcfhw
 from ..patch.family import Family, stack_sites
-from ..ranks.split import Split, gathered, split, split_outputs
+from ..ranks.split import Call, Hooks, Split, gathered, split, split_outputs
 from .joint import JointSSTAProcessor
 
 # Blocks with two streams, and those with one.
@@ -22,7 +19,7 @@ two_stacks = partial(stack_sites, stack=("transformer_blocks", "single_transform
                      stock=HunyuanVideoAttnProcessor2_0, replacement=JointSSTAProcessor)
 
 
-def _first_frame(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
+def _first_frame(model: nn.Module, call: Call) -> Hooks:
     """The weights for images modulate the first frame's tokens by themselves, and count them from the first token that a block is given."""
     found: Any = model
     if found.config.image_condition_type == "token_replace":
@@ -30,7 +27,7 @@ def _first_frame(model: nn.Module, call: Callable[[], CallState]) -> Iterator[Re
             yield block.register_forward_pre_hook(partial(_counted, call))
 
 
-def _counted(call: Callable[[], CallState], block: nn.Module, args: tuple) -> tuple | None:
+def _counted(call: Call, block: nn.Module, args: tuple) -> tuple | None:
     state = call()
     if state.ranks is None:
         return None

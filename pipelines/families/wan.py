@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from functools import partial
 
 from diffusers.models.transformers import transformer_chronoedit, transformer_wan_animate
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from ..patch.call import CallState
 from ..patch.canvas import from_bcfhw
 from ..patch.family import Family, stack_sites
-from ..ranks.split import Split, gathered, split, split_outputs, stock_plan
+from ..ranks.split import Call, Hooks, Split, gathered, split, split_outputs, stock_plan
 from ..schedule.schedule import Schedule
 from .wan_attention import WanSSTAProcessor
 
@@ -26,14 +23,14 @@ _VACE_SITES = partial(_SITES, stack=("blocks", "vace_blocks"))
 _VACE_SCHEDULE = partial(Schedule, dense_layers=("blocks.0.attn1", "vace_blocks.0.attn1"))
 
 
-def _face_frames(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
+def _face_frames(model: nn.Module, call: Call) -> Hooks:
     """The face blocks' tokens look at the face of their own frame: on several ranks, at that of the frames that a rank has a part of."""
     for block in model.get_submodule("face_adapter").children():
         yield block.register_forward_pre_hook(partial(_whole_frames, call))
         yield block.register_forward_hook(partial(_own_tokens, call))
 
 
-def _whole_frames(call: Callable[[], CallState], block: nn.Module, args: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+def _whole_frames(call: Call, block: nn.Module, args: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
     state, (hidden_states, motion) = call(), args
     if state.ranks is None:
         return None
@@ -44,7 +41,7 @@ def _whole_frames(call: Callable[[], CallState], block: nn.Module, args: tuple[T
     return nn.functional.pad(hidden_states, (0, 0, start - first * area, last * area - end)), motion[:, first:last]
 
 
-def _own_tokens(call: Callable[[], CallState], block: nn.Module, args: tuple[Tensor, Tensor], output: Tensor) -> Tensor | None:
+def _own_tokens(call: Call, block: nn.Module, args: tuple[Tensor, Tensor], output: Tensor) -> Tensor | None:
     ranks, tokens = call().ranks, math.prod(call().thw)
     if ranks is None:
         return None

@@ -24,9 +24,13 @@ CROSS_LENGTHS = ("its audio attends to the video through diffusers' own exchange
                  "different lengths")
 # As diffusers' `enable_parallelism(cp_plan=...)` takes it: by a module's name, which arguments or outputs are split and which gathered.
 Plan = dict[str, Any]
+# A forward's arguments by name; what gives the state of the forward in progress; handles of what was registered on a model.
+Arguments = Mapping[str, Any]
+Call = Callable[[], CallState]
+Hooks = Iterable[RemovableHandle]
 
 
-def _no_hooks(model: nn.Module, call: Callable[[], CallState]) -> tuple[RemovableHandle, ...]:
+def _no_hooks(model: nn.Module, call: Call) -> Hooks:
     return ()
 
 
@@ -52,10 +56,10 @@ class Split:
 
     plan: Plan | Callable[[nn.Module], Plan] = field(hash=False)
     whole: tuple[str, ...] = ()
-    tokens: Callable[[Mapping[str, Any], int], int] | None = None
+    tokens: Callable[[Arguments, int], int] | None = None
     stock: bool = False
     trains: bool | str = True
-    hooks: Callable[[nn.Module, Callable[[], CallState]], Iterable[RemovableHandle]] = _no_hooks
+    hooks: Callable[[nn.Module, Call], Hooks] = _no_hooks
 
     def __post_init__(self) -> None:
         require_kind("Split.plan", self.plan, "a dict or a function", isinstance(self.plan, dict) or callable(self.plan))
