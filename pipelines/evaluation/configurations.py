@@ -162,23 +162,15 @@ def running(pipe: Any, configuration: Configuration) -> Iterator[SSTAHandle | No
         if backend in IMPLEMENTATIONS:
             impl = backend
         elif backend is not None:
-            stack.enter_context(_attending_with(pipe, backend))
+            # diffusers' set_attention_backend, without what it leaves behind in the process.
+            try:
+                stack.enter_context(attention_backend(backend))
+            except (ImportError, RuntimeError, ValueError) as error:
+                raise ValueError(f"backend must be one that runs here, got {backend!r}: {error}") from None
+            for processor in (getattr(module, "processor", None) for _, model in transformers_of(pipe) for module in model.modules()):
+                if hasattr(processor, "_attention_backend"):
+                    stack.enter_context(having(processor, "_attention_backend", AttentionBackendName(backend)))
         if configuration.config is None:
             yield None
             return
         yield stack.enter_context(apply_ssta(pipe, configuration.config, schedule=configuration.schedule, impl=impl))
-
-
-@contextmanager
-def _attending_with(pipe: Any, backend: str) -> Iterator[None]:
-    """diffusers' ``set_attention_backend``, without what it leaves behind in the process."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(attention_backend(backend))
-        except (ImportError, RuntimeError, ValueError) as error:
-            raise ValueError(f"backend must be one that runs here, got {backend!r}: {error}") from None
-        for _, model in transformers_of(pipe):
-            for processor in (getattr(module, "processor", None) for module in model.modules()):
-                if hasattr(processor, "_attention_backend"):
-                    stack.enter_context(having(processor, "_attention_backend", AttentionBackendName(backend)))
-        yield
