@@ -12,12 +12,11 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from ssta import SSTAConfig
 from ssta.kernels.routing import IMPLEMENTATIONS
 
-from ..families import OWN_PRESETS
 from ..patch.apply import SSTAHandle, apply_ssta, transformers_of
 from ..patch.context import having
 from ..patch.family import Family, family_of, preset_names, preset_settings
 from ..schedule.changes import changed
-from ..schedule.presets import PRESETS
+from ..schedule.presets import OWN_PRESETS, PRESETS
 from ..schedule.schedule import Schedule
 
 _NAMES = ("stock", "default", "dense")

@@ -1,7 +1,5 @@
 """The models that SSTA knows, one file a family; each is imported when a model of its first comes."""
 
-# The presets that families have of their own, by names that can be told without importing them.
-OWN_PRESETS = ("hunyuan_video_15_sparse",)
 # Class name in diffusers -> where its family is.
 PLACES = {
     "AllegroTransformer3DModel": "ssta.pipelines.families.allegro:ALLEGRO",
