@@ -27,12 +27,11 @@ from ssta.report import heads_without_estimate, mass_summary
 from ssta.result import ExactMass, LayerResult
 from ssta.selection import Selection
 
-from ..ranks.exchange_timer import ExchangeTimer
 from ..schedule.changes import at_density, warn_of_the_window
 from ..schedule.progress import is_fake
 from .context import ModelContext
 from .kept_selection import Holder
-from .report import LayerRun, Stopwatch
+from .report import ExchangeTimer, LayerRun, Stopwatch
 from .streams import TORCH_NORMS, Norms, Stream, apart, joined
 
 # What attention gets of q, k and v: they themselves, their projections, or what other ranks send.
