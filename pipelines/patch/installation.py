@@ -55,10 +55,8 @@ def require_bare(model: nn.Module) -> None:
 
 def sites_of(family: Family, model: nn.Module) -> list[Site]:
     """The family's sites in this model, each of them known to be what it says."""
-    found = family.sites(model)
-    if not isinstance(found, Iterable):
-        raise TypeError(f"{family.model}'s Family.sites must yield Sites, got {type(found).__name__}")
-    sites = list(found)
+    found: Any = family.sites(model)
+    sites = list(found) if isinstance(found, Iterable) else [found]
     if not sites:
         raise ValueError(f"{family.model}'s Family.sites must yield at least one Site, got none")
     seen: dict[int, str] = {}
