@@ -19,11 +19,10 @@ two_stacks = partial(stack_sites, stack=("transformer_blocks", "single_transform
                      stock=HunyuanVideoAttnProcessor2_0, replacement=JointSSTAProcessor)
 
 
-def _first_frame(model: nn.Module, call: Call) -> Hooks:
+def _first_frame(model: Any, call: Call) -> Hooks:
     """The weights for images modulate the first frame's tokens by themselves, and count them from the first token that a block is given."""
-    found: Any = model
-    if found.config.image_condition_type == "token_replace":
-        for block in (*found.transformer_blocks, *found.single_transformer_blocks):
+    if model.config.image_condition_type == "token_replace":
+        for block in (*model.transformer_blocks, *model.single_transformer_blocks):
             yield block.register_forward_pre_hook(partial(_counted, call))
 
 

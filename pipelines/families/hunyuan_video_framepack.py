@@ -17,10 +17,9 @@ from ..ranks.split import Call, Hooks, Split, gathered
 from .hunyuan_video import two_stacks
 
 
-def _hooks(model: nn.Module, call: Call) -> Hooks:
+def _hooks(model: Any, call: Call) -> Hooks:
     """They split the tokens, each grid's by themselves, and leave the section's alone behind the last block."""
-    found: Any = model
-    blocks = [*found.transformer_blocks, *found.single_transformer_blocks]
+    blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
     for number, block in enumerate(blocks):
         yield block.register_forward_pre_hook(partial(_own_tokens, call, number == 0))
     yield blocks[-1].register_forward_hook(partial(_own_section, call))

@@ -33,8 +33,7 @@ class LTXVideoSSTAProcessor(SSTAProcessor):
 
 def tokens_given(arguments: Arguments, grids: int) -> int:
     """How many tokens of conditions and video there are."""
-    tokens: int = arguments["hidden_states"].shape[1]
-    return tokens
+    return arguments["hidden_states"].shape[1]
 
 
 _SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1", stock=LTXVideoAttnProcessor, replacement=LTXVideoSSTAProcessor)

@@ -78,10 +78,9 @@ class LTX2SSTAProcessor(SSTAProcessor):
         return attn.to_out[1](attn.to_out[0](out))
 
 
-def _plan(model: nn.Module) -> Plan:
+def _plan(model: Any) -> Plan:
     """Audio and text are whole. diffusers' own splits them, and three of its four angles are not."""
-    config: Any = model.config
-    angles = split_outputs(4, 2) if config.rope_type == "split" else split_outputs(3, 1)
+    angles = split_outputs(4, 2) if model.config.rope_type == "split" else split_outputs(3, 1)
     return {"": {"hidden_states": split(), "timestep": split(2)}, "rope": angles, "cross_attn_rope": angles, "proj_out": gathered()}
 
 

@@ -49,8 +49,7 @@ def _canvas(model: nn.Module, arguments: Arguments) -> tuple[int, int, int]:
 
 
 def _tokens(arguments: Arguments, grids: int) -> int:
-    tokens: int = arguments["position_ids"].shape[0]
-    return tokens
+    return arguments["position_ids"].shape[0]
 
 
 def _before(model: nn.Module, arguments: Arguments, thw: tuple[int, int, int]) -> tuple[DenseRun, ...]:

@@ -32,5 +32,4 @@ class WanSSTAProcessor(BranchedProcessor):
 
     def angles(self, rotary_emb: Any) -> tuple[Tensor, Tensor]:
         """Cosines and sines of what the model calls its rotary embedding: here that is what it is."""
-        cos, sin = rotary_emb
-        return cos, sin
+        return rotary_emb

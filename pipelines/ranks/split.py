@@ -101,11 +101,9 @@ def gathered() -> ContextParallelOutput:
     return ContextParallelOutput(gather_dim=1, expected_dims=3)
 
 
-def stock_plan(model: nn.Module) -> Plan:
+def stock_plan(model: Any) -> Plan:
     """The plan that the model's own class has."""
-    kind: Any = type(model)
-    plan: Plan = kind._cp_plan
-    return plan
+    return type(model)._cp_plan
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, ContextParallelSplitHook | ContextParallelGatherHook]]:
@@ -152,5 +150,4 @@ class LeftOut:
     def _get_parameter_from_args_kwargs(self, name: str, args: tuple = (), kwargs: dict | None = None) -> tuple[Any, bool, int | None]:
         if name in self._names and name not in (kwargs or {}) and self._names.index(name) >= len(args):
             return None, False, None
-        found: tuple[Any, bool, int | None] = self._metadata._get_parameter_from_args_kwargs(name, args, kwargs)
-        return found
+        return self._metadata._get_parameter_from_args_kwargs(name, args, kwargs)
