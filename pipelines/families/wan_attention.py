@@ -31,5 +31,5 @@ class WanSSTAProcessor(BranchedProcessor):
         return self.self_attention(attn, hidden_states, self.around(hidden_states.shape[1]), angles=angles, across_heads=True)
 
     def angles(self, rotary_emb: Any) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of what the model calls its rotary embedding: here that is what it is."""
+        """Cosines and sines, as a ``Stream`` takes them, which Wan's rotary embedding is already."""
         return rotary_emb
