@@ -18,7 +18,7 @@ FLOORS = {"ssta": "ssta", "kernels": "ssta.kernels", "pipelines": "ssta.pipeline
 # A folder of kernels/ -> the folders that it may import besides itself and the modules at the top. interfaces/ may import them all.
 MAY_IMPORT = {"eager": (), "lowering": (), **dict.fromkeys(("portable", "hopper", "cudnn", "prologue"), ("lowering",))}
 # A room of pipelines/ -> what of the others it may import: rooms, or modules of theirs.
-ROOMS = {"schedule": (), "ranks": ("patch.call", "patch.family", "patch.report"),
+ROOMS = {"schedule": (), "ranks": ("patch.call", "patch.family"),
          "patch": ("schedule", "ranks", "families.PLACES"),
          "families": ("patch", "schedule", "ranks"), "plugs": ("schedule", "patch.report"), "evaluation": ("patch", "schedule")}
 # Rooms that run without diffusers.

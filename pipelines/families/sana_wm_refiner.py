@@ -20,7 +20,7 @@ from .ltx2 import ROPE, LTX2SSTAProcessor
 class SanaWMRefinerSSTAProcessor(LTX2SSTAProcessor):
     """Attends as ``SanaWMLTX2RefinerAttnProcessor`` does, to the whole sink and to selected tiles of the rest."""
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         attn: nn.Module,
         hidden_states: Tensor,

@@ -39,14 +39,6 @@ def cp_plan(transformer: nn.Module) -> SplitPlan:
     return _split(family_of(transformer)).of(transformer)
 
 
-def _make_whole(model: Any) -> None:
-    """Takes the plan out of a model, so that every rank has the whole of it."""
-    remove_context_parallel(model, _hooked(model))
-    for _, processor in _configured(model):
-        processor._parallel_config = None
-    model._parallel_config = None
-
-
 def _stock_shares(model: nn.Module, family: Family) -> bool:
     """Whether a model's own processors are right on the ranks that it is split over: under its family's plan, with the backend of
     diffusers' and the heads that it has, without rings."""
@@ -197,7 +189,7 @@ class Parallelism:
             hook.module_forward_metadata = metadata
         self._changed, self._splitting = [], []
 
-    def undo(self, model: nn.Module, originals: list[Any], stays_split: bool) -> None:
+    def undo(self, model: Any, originals: list[Any], stays_split: bool) -> None:
         """Leaves the model, with its ``originals`` back in place, as diffusers would have it; or, unless it ``stays_split``, whole where
         these cannot attend to a share."""
         self._restore()
@@ -208,8 +200,10 @@ class Parallelism:
         config, split = getattr(model, "_parallel_config", None), self._family.split
         shared = config is not None and config.context_parallel_config is not None
         if shared and not stays_split and split is not None and not _stock_shares(model, self._family):
-            _make_whole(model)
-            config = None
+            remove_context_parallel(model, _hooked(model))
+            for _, processor in _configured(model):
+                processor._parallel_config = None
+            config = model._parallel_config = None
         for processor in originals:
             # One that nothing was set on stays so: compiled blocks look at that.
             if getattr(processor, "_parallel_config", config) is not config:

@@ -24,9 +24,13 @@ CROSS_LENGTHS = ("its audio attends to the video through diffusers' own exchange
                  "different lengths")
 # As diffusers' `enable_parallelism(cp_plan=...)` takes it: by a module's name, which arguments or outputs are split and which gathered.
 SplitPlan = dict[str, Any]
+# A forward's arguments by name; what gives the state of the forward in progress; handles of what was registered on a model.
+Arguments = Mapping[str, Any]
+Call = Callable[[], CallState]
+Hooks = Iterable[RemovableHandle]
 
 
-def _no_hooks(model: nn.Module, call: Callable[[], CallState]) -> tuple[RemovableHandle, ...]:
+def _no_hooks(model: nn.Module, call: Call) -> Hooks:
     return ()
 
 
@@ -52,10 +56,10 @@ class Split:
 
     plan: SplitPlan | Callable[[nn.Module], SplitPlan] = field(hash=False)
     whole: tuple[str, ...] = ()
-    tokens: Callable[[Mapping[str, Any], int], int] | None = None
+    tokens: Callable[[Arguments, int], int] | None = None
     stock: bool = False
     trains: bool | str = True
-    hooks: Callable[[nn.Module, Callable[[], CallState]], Iterable[RemovableHandle]] = _no_hooks
+    hooks: Callable[[nn.Module, Call], Hooks] = _no_hooks
 
     def __post_init__(self) -> None:
         require_kind("Split.plan", self.plan, "a dict or a function", isinstance(self.plan, dict) or callable(self.plan))
@@ -97,11 +101,9 @@ def gathered() -> ContextParallelOutput:
     return ContextParallelOutput(gather_dim=1, expected_dims=3)
 
 
-def stock_plan(model: nn.Module) -> SplitPlan:
+def stock_plan(model: Any) -> SplitPlan:
     """The plan that the model's own class has."""
-    kind: Any = type(model)
-    plan: SplitPlan = kind._cp_plan
-    return plan
+    return type(model)._cp_plan
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, ContextParallelSplitHook | ContextParallelGatherHook]]:
@@ -148,5 +150,4 @@ class LeftOut:
     def _get_parameter_from_args_kwargs(self, name: str, args: tuple = (), kwargs: dict | None = None) -> tuple[Any, bool, int | None]:
         if name in self._names and name not in (kwargs or {}) and self._names.index(name) >= len(args):
             return None, False, None
-        found: tuple[Any, bool, int | None] = self._metadata._get_parameter_from_args_kwargs(name, args, kwargs)
-        return found
+        return self._metadata._get_parameter_from_args_kwargs(name, args, kwargs)

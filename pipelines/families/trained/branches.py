@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,17 +77,11 @@ def apply_branch(
             sites, _found(weights, module, name, names, branch), branch)
         context = ModelContext(module, family, config, schedule, progress, impl)
         context.method = branch.method
-        replacements = processors_for(context, [replace(site, replacement=partial(_with_method, site.replacement, branch.attend))
-                                                for site in sites])
+        replacements: Any = processors_for(context, sites)
+        for _, processor in replacements:
+            processor.method = branch.attend
         plans.append((name, module, context, replacements, layers))
     return install_all(plans)
-
-
-def _with_method(make: Callable[[ModelContext], BranchedProcessor], attend: Callable[..., Tensor], context: ModelContext
-                 ) -> BranchedProcessor:
-    processor = make(context)
-    processor.method = attend
-    return processor
 
 
 def _sites(family: Family, model: nn.Module, branch: Branch) -> list[Site]:
