@@ -110,7 +110,7 @@ class BlockLists:
         # A copy's tensors are the user's, who may write to them.
         return {name: value for name, value in vars(self).items() if name not in (*KNOWN, "_facts")}
 
-    # What it says about itself
+    # Properties
 
     @property
     def num_q_blocks(self) -> int:

@@ -19,8 +19,8 @@ LENGTHS = (1.0, 2.4, 0.0, 0.1, 1.0, 0.6, 3.0, 1.7)
 # Which blocks each attends to. One has no list, and some are in one list only.
 LISTED = ((0, 1, 7), (1, 6), (0,), (2, 5, 6, 7), (), (7,), (0, 1, 4, 5, 6, 7), (3, 6))
 HEADS = 4
-# Of the token that is furthest off, over a token's length: so many roundings of the dtype. Both round weights and results; what a list
-# leaves out or takes twice is further off.
+# The token that is furthest off may be off by so many roundings of the dtype, relative to a token's length. Both implementations round
+# weights and results; a block that is left out or taken twice is further off.
 ROUNDINGS = 8
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 

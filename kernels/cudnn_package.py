@@ -20,7 +20,7 @@ PACKAGE = "nvidia-cudnn-frontend"
 CHECKED = ("1.32.0",)
 # Tokens of its blocks.
 SLOTS = (64, 128)
-# What the extra "blackwell" in pyproject.toml brings.
+# The extra "blackwell" in pyproject.toml installs this.
 INSTALL = "pip install 'nvidia-cudnn-frontend[cutedsl]==1.32.*'"
 
 
@@ -36,7 +36,7 @@ class Kernels(NamedTuple):
 _BOTH, _BF16 = (torch.float16, torch.bfloat16), (torch.bfloat16,)
 _HOPPER, _CONSUMER = Kernels((64, 96, 128), _BOTH, True, (128,)), Kernels((128,), _BOTH, True, ())
 _BLACKWELL = {128: Kernels((64, 96, 128), _BOTH, True, (64, 128)), 64: Kernels((128,), _BF16, False, (128,))}
-# What nvidia-cudnn-frontend 1.32.0 says of itself in cudnn/block_sparse_attention/api.py, by compute capability and tokens of a block. On
+# By compute capability and tokens of a block, as cudnn/block_sparse_attention/api.py of nvidia-cudnn-frontend 1.32.0 says it. On
 # sm_110 the backward for 128 takes no sizes of blocks.
 KERNELS = {(9, 0): {128: _HOPPER, 64: _HOPPER}, (10, 0): _BLACKWELL, (10, 3): _BLACKWELL,
            (11, 0): _BLACKWELL | {128: _BLACKWELL[128]._replace(backward_dims=())}, (12, 0): {128: _CONSUMER, 64: _CONSUMER}}

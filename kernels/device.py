@@ -41,7 +41,7 @@ def asked_once(function: Callable[[Key], Answer]) -> Callable[[Key], Answer]:
     def answer(key: Key) -> Answer:
         return kept(key)
 
-    # What torch.compiler.assume_constant_result does, without the whole compiler, which that loads.
+    # torch.compiler.assume_constant_result does the same, but loads the whole compiler.
     answer._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return answer
 

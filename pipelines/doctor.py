@@ -102,7 +102,7 @@ def steps(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
 
 
 class Checked(NamedTuple):
-    """Of one tensor of the self-check: the error of the token that is furthest off, over a token's length, and what is allowed."""
+    """The error of one tensor of the self-check, at the token that is furthest off and over a token's length, and what is allowed."""
 
     compensation: str
     tensor: str

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# What only a person's curiosity needs is loaded when first asked for.
+# Reports and plots are loaded when first asked for.
 _LAZY = {"explain": "report", "plot_block_mask": "plot", "plot_selection": "plot"}
 
 __all__ = ["DenseRun", "SSTAConfig", "TextMask", "TileCache", "TileLayout", "TokenLayout", "VideoGrid", "dense_attention", "explain",

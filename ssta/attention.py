@@ -255,7 +255,7 @@ class PreparedLayer:
             raise ValueError(f"query and key must be of the dtype, heads, key heads, head_dim and device that the layer was prepared for, "
                              f"{ours}, got {theirs}")
         if captured():
-            # What is made now is the graph's.
+            # Tensors that are made now belong to the graph.
             return Layer(spec)
         # A tensor made in inference mode could not be saved for a later backward pass.
         with torch.inference_mode(False), torch.no_grad():

@@ -326,7 +326,7 @@ class TileCache:
             if memory is None or memory.geometry.thw(t) != thw or t > memory.geometry.chunk or came != memory.kind:
                 stays = memory is not None and memory.kind._replace(heads=came.heads) == came
                 text = [x.clone() for x in memory.text()] if memory is not None and stays else []
-                # What was held is freed first.
+                # The old memory is freed before the new one is made.
                 memory = self._memory = None
                 memory = self._made(came, self._geometry_of((self._most or t, h, w)))
                 with torch.inference_mode(False), torch.no_grad():
@@ -366,7 +366,7 @@ class TileCache:
                          kv_heads, dim, self.impl, True, False)
         memory = Memory(geometry, spec, batch, self.rotary is not None)
         if memory.raw_sink is not None:
-            # What cannot move a sink says so before anything is stored.
+            # A rotary that cannot move a sink raises here, before anything is stored.
             with torch.no_grad():
                 self._rotated(memory.raw_sink, memory.storage.counts.kept[0])
         return memory

@@ -14,7 +14,7 @@ from .ring import Counts, Geometry
 
 
 class Kind(NamedTuple):
-    """Of which tensors a cache holds keys and values."""
+    """The kind of tensors whose keys and values a cache holds."""
 
     batch: int
     heads: int

@@ -13,7 +13,7 @@ from torch import Tensor
 from .budget import counts_at
 from .config import SSTAConfig
 from .kernels.memo import Unplanned, remember
-from .layer import Held, Tiled, prepared
+from .layer import HeldKeys, Tiled, prepared
 from .ring import ChunkPlaces, Counts, Geometry, chunk_places, ring_of, spread
 from .scoring import descriptors
 from .selection import Selection
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .kernels.tail import KeyStatistics
 
 
-class Part(NamedTuple):
+class HeldTiles(NamedTuple):
     """What a cache holds of some tiles, all next to each other.
 
     Attributes:
@@ -54,9 +54,9 @@ class Storage:
     """
 
     counts: Counts
-    whole: Part
-    pages: Part
-    chunk: Part
+    whole: HeldTiles
+    pages: HeldTiles
+    chunk: HeldTiles
 
     @property
     def k(self) -> Tensor:
@@ -121,9 +121,9 @@ class CachedLayer:
                         for number in range(2)]
         return Storage(counts, self._part(k, v, rest), pages, chunk)
 
-    def _part(self, k: Tensor, v: Tensor, known: list[Tensor]) -> Part:
+    def _part(self, k: Tensor, v: Tensor, known: list[Tensor]) -> HeldTiles:
         k_means = known[0] if _by_means(self.spec) else None
-        return Part(k, v, k_means, None if self.none is None else self.none.of(known[k_means is not None:]))
+        return HeldTiles(k, v, k_means, None if self.none is None else self.none.of(known[k_means is not None:]))
 
     def new(self, batch: int) -> Storage:
         """That of an empty cache."""
@@ -149,7 +149,7 @@ class CachedLayer:
         """Attention of a chunk, whose keys and values are put into the memory for the chunk at hand.
 
         Args:
-            lengths, k_per_row: as of ``Held``.
+            lengths, k_per_row: as of ``HeldKeys``.
             dense: everything exactly.
             describe: even so, put what is known of the chunk's tiles where ``keep`` finds it.
         """
@@ -182,7 +182,7 @@ class CachedLayer:
         if describe or not dense:
             self._describe(storage, k, v, k_means)
         del k, v
-        held = Held(lengths, storage.whole.statistics, k_per_row)
+        held = HeldKeys(lengths, storage.whole.statistics, k_per_row)
         tiled = Tiled(q, storage.k, storage.v, q_means, storage.whole.k_means, held)
         layer, selection = self.layer, None
         if dense:
@@ -261,7 +261,7 @@ class CachedLayer:
             into.k_means.index_copy_(2, spread(pages, self.geometry.layer_tiles), means)
 
     def known(self, storage: Storage) -> list[Tensor]:
-        """What of ``Held`` follows from the frames that there are: lengths, and k_per_row of layers that compute a density."""
+        """What of ``HeldKeys`` follows from the frames that there are: lengths, and k_per_row of layers that compute a density."""
         lengths = self.ring.lengths(storage.counts, self.places)
         config = self.spec.config
         if config.density is None or not self.spec.chooses:
@@ -271,7 +271,7 @@ class CachedLayer:
         return [lengths, counts_at(self.rows, tiles * config.density, window).int()[None, None]]
 
 
-def _say_empty(part: Part, pages: Tensor | None = None) -> None:
+def _say_empty(part: HeldTiles, pages: Tensor | None = None) -> None:
     """That tiles hold nothing, in whose place others then are put: all, or those of ``pages``, bool ``[n]``."""
     empty = torch.ones(1, dtype=torch.bool, device=part.k.device) if pages is None else pages
     if part.k_means is not None:

@@ -264,7 +264,7 @@ def _number_of(function: Callable) -> int:
     return len(_FUNCTIONS) - 1
 
 
-# What torch.compiler.assume_constant_result does, without the whole compiler, which that loads.
+# torch.compiler.assume_constant_result does the same, but loads the whole compiler.
 _number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

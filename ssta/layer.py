@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .ranks.shares import Sent
 
 
-class Held(NamedTuple):
+class HeldKeys(NamedTuple):
     """What is known of keys in the order of the tiles that a cache holds, and follows them where they are written to.
 
     Attributes:
@@ -54,7 +54,7 @@ class Tiled(NamedTuple):
     v: Tensor
     q_means: Tensor | None
     k_means: Tensor | None
-    held: Held | None = None
+    held: HeldKeys | None = None
 
 
 # So many tensors that a run holds are no tape: counts, indices, valid lengths, which heads are useful, shares of mass.
@@ -175,7 +175,7 @@ class Layer:
             tiled = self.gather(q, k, v)
         del q, k, v
         means = self.means(tiled)
-        # What the video tiles are worth that will not be computed; None where they are dropped.
+        # Estimates of the video tiles that will not be computed; None where these are dropped.
         estimates = self.estimate(tiled, None if selection is None else selection.useful) if self.estimates else None
         if selection is None:
             selection = self.select(tiled, estimates, left)

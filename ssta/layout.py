@@ -18,7 +18,7 @@ from .kernels.checks import check_tensor
 from .kernels.memo import remember
 from .sequence import TokenLayout, require_layout
 
-# What a layer takes: tokens that are ready, or that are materialised on the way into the tiles.
+# A layer takes tokens that are ready, or that are materialised on the way into the tiles.
 Input = Tensor | Deferred
 
 

@@ -159,7 +159,7 @@ _BACKWARD = ("(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor count
 def _layer_backward(dout, query, key, value, counts, indices, lengths, dq_means, dk_means, dv_means, *rest):
     *kept, spec = rest
     layer = prepared(LayerSpec.from_text(spec, query.device))
-    # What does not move is on no tape.
+    # A tensor that is used in the order in which it came is not on the tape.
     kept[:3] = [x if of is None else of for x, of in zip((query, key, value), kept)]
     with on_device(query), torch.no_grad():
         grads = layer.backward(Tape._make(kept), dout, layer.fixed.relisted(counts, indices, lengths), (dq_means, dk_means, dv_means))

@@ -244,8 +244,8 @@ def _run(layer: Layer, query: Tensor, key: Tensor, value: Tensor, text: TextMask
 
 
 def mass_summary(exact_mass: Tensor) -> tuple[float, float, float] | None:
-    """Of shares ``[B, H, N]`` that were computed exactly: the mean, the 5th percentile over query tiles of all heads, and the mean of the
-    worst head, leaving out heads without an estimate; None if all are. Synchronises the device."""
+    """The mean of the shares ``[B, H, N]`` that were computed exactly, their 5th percentile over query tiles of all heads, and the mean of
+    the worst head. Heads without an estimate are left out; None if there are no others. Synchronises the device."""
     shares = exact_mass.double().cpu()
     shares = shares[~shares.isnan().any(2)]
     if not shares.numel():

@@ -108,7 +108,7 @@ class LayerResult:
 
     @property
     def mass(self) -> ExactMass | None:
-        """Of which ``exact_mass`` is made."""
+        """What ``exact_mass`` is made of."""
         return self.found.mass
 
     @property

@@ -80,7 +80,7 @@ def tensors(ran: LayerResult) -> dict[str, Tensor | None]:
 
 
 def own_tensors(found: dict[str, Tensor | None], expected: dict[str, Tensor], inputs: Iterable[Tensor | None]) -> list[Tensor]:
-    """Of ``found`` what is expected, as new tensors with the strides of those on the meta device."""
+    """Those of ``found`` that are expected, as new tensors with the strides of those on the meta device."""
     own: list[Tensor] = []
     others = [x.data_ptr() for x in inputs if x is not None]
     for name, like in expected.items():

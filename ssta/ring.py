@@ -39,8 +39,8 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, chunk: int, height: int, width: int, tile_thw: tuple[int, int, int], window: int, sink: int, text: int) -> Geometry:
-        """Of tiles of at most ``tile_thw[0]`` frames, among which a chunk's are shared out evenly: pages that chunks fill hold no more than
-        these do."""
+        """A geometry whose tiles have at most ``tile_thw[0]`` frames. A chunk's frames are shared out evenly among its tiles, so that pages
+        that chunks fill hold no more than these do."""
         layers = -(-chunk // tile_thw[0])
         return cls(chunk, height, width, (-(-chunk // layers), tile_thw[1], tile_thw[2]), window, sink, text)
 
@@ -125,7 +125,7 @@ class Ring:
         self.of_sink = -(-geometry.sink * geometry.frame // prod(geometry.tile))
 
     def new_counts(self) -> Counts:
-        """Of an empty cache."""
+        """The counts of an empty cache."""
         return Counts(*[torch.zeros(number, dtype=torch.int64, device=self.device) for number in (self.geometry.pages, 1, 1, 1)])
 
     def turn(self, counts: Counts, chunk: ChunkPlaces) -> None:

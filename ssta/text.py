@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .kernels import Backend
 
 # A value computed from a mask: a tensor or another mask.
-View = TypeVar("View")
+Derived = TypeVar("Derived")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class TextMask:
         return torch.cat([next(runs) if isinstance(segment, DenseRun) else self.valid.new_ones(batch, segment.length)
                           for segment in self.tokens.segments], 1)
 
-    def _view(self, key: object, make: Callable[[], View]) -> View:
+    def _view(self, key: object, make: Callable[[], Derived]) -> Derived:
         # As in memo.remember: a graph's tensors are its own.
         if traced() or captured():
             return make()

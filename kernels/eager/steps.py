@@ -23,7 +23,7 @@ CACHED_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Step:
+class RoundsStep:
     """R rounds of W query blocks each. Blocks of one round have no keys in common.
 
     Attributes:
@@ -66,7 +66,7 @@ def from_rows(rows: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(rows[:-1].view(like.shape))
 
 
-def steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Iterator[Step]:
+def steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Iterator[RoundsStep]:
     """Steps that together cover every query block with at least one key, in a fixed order."""
     if not (q.numel() and k.numel() and blocks.capacity):
         return iter(())
@@ -96,7 +96,7 @@ def attend(scores: Tensor, values: Tensor, visible: Tensor | None = None) -> tup
     return out.masked_fill_(empty[..., None], 0.0), torch.where(empty, top, top - weights.amax(-1).log())
 
 
-def _exact_steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Iterator[Step]:
+def _exact_steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Iterator[RoundsStep]:
     q_first, q_sizes, k_first, k_sizes = _places(q, k, blocks)
     kinds, kind_of, number = torch.stack([q_sizes, k_sizes.sum(-1)]).unique(dim=1, return_inverse=True, return_counts=True)
     for (length, keys), alike in zip(kinds.mT.tolist(), kind_of.argsort(stable=True).split(number.tolist())):
@@ -107,10 +107,10 @@ def _exact_steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Iter
             first, sizes = k_first[some].flatten(), k_sizes[some].flatten()
             k_rows = (first - sizes.cumsum(0) + sizes).repeat_interleave(sizes) + torch.arange(len(some) * keys)
             k_rows = k_rows.view(len(some), keys)
-            yield Step(q_rows[:, None], k_rows[:, None], _past(q, k, q_rows, k_rows)[:, None] if causal else None)
+            yield RoundsStep(q_rows[:, None], k_rows[:, None], _past(q, k, q_rows, k_rows)[:, None] if causal else None)
 
 
-def _padded_steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Iterator[Step]:
+def _padded_steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Iterator[RoundsStep]:
     q_first, q_sizes, k_first, k_sizes = _places(q, k, blocks)
     # A bound that came from offsets of any values may lie far beyond the tensors.
     q_slot = torch.arange(min(blocks.max_q_length, q.shape[2]), device=q.device)
@@ -124,7 +124,7 @@ def _padded_steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Ite
         q_rows = (q_first[some, None] + q_slot).where(q_used, q.shape[:3].numel())
         k_rows = (k_first[some, :, None] + k_slot).flatten(2).where(k_used, k.shape[:3].numel())
         visible = q_used[..., None] & k_used[..., None, :]
-        yield Step(q_rows, k_rows, visible & _past(q, k, q_rows, k_rows) if causal else visible)
+        yield RoundsStep(q_rows, k_rows, visible & _past(q, k, q_rows, k_rows) if causal else visible)
 
 
 def _places(q: Tensor, k: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, Tensor, Tensor]:

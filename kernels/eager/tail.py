@@ -184,7 +184,7 @@ def combine_backward(
     weights, _ = _weights(queries, k_mean, bias * LN2, rows, scale)
     weights = weights * of_tail[..., None]
     through_matrix = rows.join(rows.cut(do) @ matrix.mT)
-    # What a row attends to exactly may hold NaN, and 0 times that is NaN.
+    # Keys and values that a row attends to exactly may hold NaN, and 0 times NaN is NaN.
     c = (scale * (through_matrix * queries).sum(-1) - delta).masked_fill(~estimated, 0)
     dlogits = weights * (do @ per_query_head(v_mean, heads).mT + c[..., None])
     dq = scale * (dlogits @ per_query_head(k_mean, heads) + of_tail[..., None] * through_matrix)

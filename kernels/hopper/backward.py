@@ -28,9 +28,9 @@ from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, Tiles, fit
 from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks, tma_tiles
 from ..lowering.transposed import transposed
-from .backward_iterator import Lists
+from .backward_iterator import BackwardLists
 from .backward_partitions import Rows, announce_dq, compute_dk_dv, compute_dq, load, wait_turn
-from .backward_smem import Work
+from .backward_smem import BackwardWork
 from .primitives import axis_of, barrier_ring, fill_selector, in_stages, ring_init
 from .spin_timeouts import counter, spin_timeouts
 
@@ -112,10 +112,10 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
     # TMA must see the barriers before it signals them.
     fence_async_shared()
 
-    work = Work(k, v, q, do, lse_dpsum, slot_ring, lock_ring, limits, selector, ds, k_full, k_empty, v_full, v_empty, q_full, do_full,
-                q_empty, ds_full, ds_empty, told, turn, dq_full, dq_empty, tiles, first)
-    lists = Lists(counts, indices, lock_values, skipped, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head, q_group,
-                  width, group, heads, blocks, parts, q_len, q_length, slots, shift, UNIFORM, CAUSAL, DETERMINISTIC)
+    work = BackwardWork(k, v, q, do, lse_dpsum, slot_ring, lock_ring, limits, selector, ds, k_full, k_empty, v_full, v_empty, q_full,
+                        do_full, q_empty, ds_full, ds_empty, told, turn, dq_full, dq_empty, tiles, first)
+    lists = BackwardLists(counts, indices, lock_values, skipped, q_starts, q_sizes, list_batch, list_head, list_group, q_batch, q_head,
+                          q_group, width, group, heads, blocks, parts, q_len, q_length, slots, shift, UNIFORM, CAUSAL, DETERMINISTIC)
     to_dk, to_dv = Rows(dk_desc, dk_tokens), Rows(dv_desc, dv_tokens)
     of_k, of_v, of_q, of_do = Rows(k_desc, k_tokens), Rows(v_desc, v_tokens), Rows(q_desc, q_tokens), Rows(do_desc, do_tokens)
     if DETERMINISTIC:

@@ -8,12 +8,12 @@ from .gluon_compat import aggregate
 
 
 @aggregate
-class Lists:
+class BackwardLists:
     """Where the lists stand, how the queries are divided, and in which order tiles add to dQ."""
 
     counts: gl.tensor           # pointers: those of BlockLists.transpose(), per key block the query blocks that attend to it
     indices: gl.tensor
-    lock_values: gl.tensor      # see dq_schedule.Schedule
+    lock_values: gl.tensor      # see dq_schedule.DqSchedule
     skipped: gl.tensor
     q_starts: gl.tensor         # see lowering.chunks.Partition
     q_sizes: gl.tensor
@@ -48,7 +48,7 @@ class Iteration:
     rotation: gl.tensor     # in 1 / ROTATION_UNITS: where each query head's list begins
     cursor: gl.tensor       # pointer, not deterministic: where the head's programs are, see dq_schedule
     q_head: gl.tensor       # query head within the group, -1 before the first
-    skipped: gl.tensor      # entries of that head's list that come before the first iteration, see Schedule
+    skipped: gl.tensor      # entries of that head's list that come before the first iteration, see DqSchedule
     count: gl.tensor        # entries from there on
     entry: gl.tensor        # how many of them come before, -1 before the first
     chunk: gl.tensor        # within the query block

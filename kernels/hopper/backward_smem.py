@@ -6,7 +6,7 @@ from .gluon_compat import aggregate
 
 
 @aggregate
-class Work:
+class BackwardWork:
     """The shared memory and the barriers through which the partitions of a program do its tiles, one after another.
 
     Barriers stand in rings, one a stage: ``_full`` of those who fill it, ``_empty`` of those who read it.
@@ -18,7 +18,7 @@ class Work:
     do: gl.shared_memory_descriptor
     lse_dpsum: gl.shared_memory_descriptor  # [STAGES, 1, QUERIES, 16], bfloat16, see dq_accum.Accum
     slots: gl.shared_memory_descriptor      # [NUMBERS, 1], int32, where the chunk's dQ is added up
-    lock_values: gl.shared_memory_descriptor    # [NUMBERS, 1], int32, see dq_schedule.Schedule
+    lock_values: gl.shared_memory_descriptor    # [NUMBERS, 1], int32, see dq_schedule.DqSchedule
     limits: gl.shared_memory_descriptor     # [STAGES, 1], int32: query i of the chunk sees the tile's keys up to i + limit
     selector: gl.shared_memory_descriptor   # [2, KEYS, 16], ones where lse_dpsum has lse, and where it has dPsum; or, where tiles have
     #                                         fewer keys, twice that: each warpgroup's own, see select_keys
@@ -36,5 +36,5 @@ class Work:
     turn: gl.shared_memory_descriptor       # for every 64 columns: the tiles that come before have added to the slot
     dq_full: gl.shared_memory_descriptor    # for every 64 columns: the dQ warpgroup has begun to add them
     dq_empty: gl.shared_memory_descriptor   # that is announced
-    tiles: gl.tensor                        # pointer, see dq_schedule.Schedule
+    tiles: gl.tensor                        # pointer, see dq_schedule.DqSchedule
     first: gl.tensor                        # number of the program's first tile, or -1

@@ -24,7 +24,7 @@ from ..lowering.primitives import LOG2E
 from ..lowering.quick_launch import QuickLaunch, Tiles, fit
 from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks
 from .config import HopperForwardConfig, hopper_forward_config, split
-from .forward_load import FIELDS, Work, load
+from .forward_load import FIELDS, ForwardWork, load
 from .forward_mainloop import attend
 from .forward_merge import merge_parts, partial_results
 from .primitives import barrier_ring, ring_init
@@ -76,10 +76,10 @@ def _forward_kernel(q_desc, k_desc, v_desc, k_pieces, v_pieces, out_desc, lse, q
     # TMA must see the barriers before it signals them.
     fence_async_shared()
 
-    work = Work(q, k, v, tiles, again, tile_full, tile_free, q_full, k_full, v_full, done, v_zeroed, walked,
-                queue, width, number, lists, list_batch, list_group, batches, heads, group, gl.num_programs(0), whole, splits,
-                q_batch, k_batch, v_batch, out_batch, partial_rows, partial_out, partial_lse, PARTS, FULL, PIECES,
-                WARPGROUPS, Q_REGISTERS)
+    work = ForwardWork(q, k, v, tiles, again, tile_full, tile_free, q_full, k_full, v_full, done, v_zeroed, walked,
+                       queue, width, number, lists, list_batch, list_group, batches, heads, group, gl.num_programs(0), whole, splits,
+                       q_batch, k_batch, v_batch, out_batch, partial_rows, partial_out, partial_lse, PARTS, FULL, PIECES,
+                       WARPGROUPS, Q_REGISTERS)
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (attend, (work, 0, lse, out_desc, q_len, shift, scale_log2, CAUSAL, OVERLAP)),

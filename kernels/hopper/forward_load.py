@@ -15,7 +15,7 @@ FIELDS = gl.constexpr(9)
 
 
 @aggregate
-class Work:
+class ForwardWork:
     """Inputs of all programs, and the shared memory and barriers through which the partitions of one work together."""
 
     q: gl.shared_memory_descriptor         # [Q_TILES * WARPGROUPS, 1, 1, 1, ROWS, D]: of one or two tiles

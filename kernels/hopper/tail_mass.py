@@ -46,7 +46,7 @@ _NOTHING = gl.constexpr(-1e20)
 
 
 @aggregate
-class Work:
+class MassWork:
     """What one program does, and the shared memory and barriers through which its partitions do it."""
 
     q: gl.shared_memory_descriptor           # [WARPGROUPS, ROWS, D]
@@ -111,7 +111,7 @@ def _biases(work, i, number: gl.constexpr):
 
 @gluon.jit
 def _first_unit(work, step):
-    """Of a step: units come twice."""
+    """The first unit of a step; all units come twice."""
     return gl.where(step < work.steps, step, step - work.steps) * work.k.shape[3]
 
 
@@ -278,7 +278,7 @@ def _mass_kernel(k_desc, q, log_count, half_variance, offsets, mass, rounded, er
     ring_init(done, WARPGROUPS)
     # TMA must see the barriers before it signals them.
     fence_async_shared()
-    work = Work(queries, k, biases, extra, full, done, first, blocks, units, (units + UNITS - 1) // UNITS, SUMS)
+    work = MassWork(queries, k, biases, extra, full, done, first, blocks, units, (units + UNITS - 1) // UNITS, SUMS)
     gl.warp_specialize([
         (_compare, (work, 0, q, q_row, offsets, mass, half_variance, rounded, error, scale_log2, SAMPLE)),
         (_compare, (work, 1, q, q_row, offsets, mass, half_variance, rounded, error, scale_log2, SAMPLE)),

@@ -54,7 +54,7 @@ _NOTHING = gl.constexpr(-1e20)
 
 
 @aggregate
-class Work:
+class MergeWork:
     """What one program does, and the shared memory and barriers through which its partitions do it."""
 
     q: gl.shared_memory_descriptor           # [1, 1, 1, ROWS, D]
@@ -204,7 +204,7 @@ def _merge(work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scal
     ROWS: gl.constexpr = work.q.shape[3]
     UNITS: gl.constexpr = work.k.shape[3]
     D: gl.constexpr = work.k.shape[4]
-    # Of the matrix.
+    # Pieces of the matrix; the exact part is the one more that REST counts.
     PIECES: gl.constexpr = REST - 1
     layout: gl.constexpr = product_layout(D)
     by_rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -231,7 +231,7 @@ def _merge(work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scal
         mbarrier.arrive(work.walked.index(0), count=1)
         if fails > 0:
             for i in range(rest, rest + REST):
-                # What was loaded ahead goes unused.
+                # Units that were loaded ahead go unused.
                 ring_wait(work.k_full, i, True)
                 ring_arrive(work.k_done, i, True)
             acc, row_max, row_sum = _walk(work, q, rest + REST, rest, start, failed, scale_log2, True)
@@ -324,8 +324,8 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
     ring_init(v_done, 1)
     # TMA must see the barriers before it signals them, and the matrix unit the selector.
     fence_async_shared()
-    work = Work(q, k, v, biases, selector, again, q_full, k_full, v_full, k_done, v_done, walked, gl.load(left + at_block),
-                (units + UNITS - 1) // UNITS, batch, head, head // group, block, row, rows)
+    work = MergeWork(q, k, v, biases, selector, again, q_full, k_full, v_full, k_done, v_done, walked, gl.load(left + at_block),
+                     (units + UNITS - 1) // UNITS, batch, head, head // group, block, row, rows)
     REST: gl.constexpr = 1 + D // UNITS
     gl.warp_specialize([
         (_merge, (work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),

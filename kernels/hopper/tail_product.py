@@ -32,7 +32,7 @@ OPTIONS = dict(num_warps=4, maxnreg=168)
 
 
 @aggregate
-class Work:
+class ProductWork:
     """What one program does, and the shared memory and barriers through which its partitions do it."""
 
     left: gl.shared_memory_descriptor     # [STAGES, 1, 1, WARPGROUPS * ROWS, DEPTH]
@@ -106,7 +106,7 @@ def _multiply(work, number: gl.constexpr, result, out_desc, out, rows, columns, 
             gl.store(of_head + (lines[:, None] * columns + places[None, :]), acc,
                      mask=(lines < rows)[:, None] & (places < columns)[None, :])
         else:
-            # What is on its way out of the tile before must be gone.
+            # The result of the tile before must have left shared memory.
             tma.store_wait(0)
             barrier()
             matrix(result.index(number)).store(acc.to(gl.bfloat16))
@@ -137,7 +137,7 @@ def _product_kernel(left_desc, right_desc, out_desc, out, heads, group, down, ac
     ring_init(done, WARPGROUPS)
     # TMA must see the barriers before it signals them.
     fence_async_shared()
-    work = Work(left, right, full, done, heads, group, down, across, steps, tiles, gl.program_id(0), programs)
+    work = ProductWork(left, right, full, done, heads, group, down, across, steps, tiles, gl.program_id(0), programs)
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (_multiply, (work, 0, result, out_desc, out, rows, columns, ROWS, COLUMNS, BY_COLUMN)),

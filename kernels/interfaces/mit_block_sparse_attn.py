@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import BlockLists, block_sparse_attention, merge_attention
 from ..checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, require_number, require_values, resolve_scale
 from ..tokens import Packed, attention_within_blocks
-from .packed import Cut, packed_blocks
+from .packed import BlockSpans, packed_blocks
 
 # Tokens of a block, of queries and of keys.
 BLOCK = 128
@@ -152,13 +152,14 @@ class _Sequences(NamedTuple):
 
     first: Tensor  # int32 [B], the row of each sequence's first query
     keys: Tensor   # int32 [B + 1], its keys
-    q_cut: Cut     # the query blocks, which begin anew in each sequence
-    kv_cut: Cut    # the key blocks
+    q_cut: BlockSpans   # the query blocks, which begin anew in each sequence
+    kv_cut: BlockSpans  # the key blocks
 
     @classmethod
     def of(cls, packed: Packed, rows: int, columns: int, causal: bool) -> _Sequences:
         first, bounds = (packed.cu_k[1:] - packed.cu_q.diff(), packed.cu_k) if causal else (packed.cu_q[:-1], packed.cu_q)
-        return cls(first, packed.cu_k, Cut.of(first, bounds, BLOCK, rows), Cut.of(packed.cu_k[:-1], packed.cu_k, BLOCK, columns))
+        return cls(first, packed.cu_k, BlockSpans.of(first, bounds, BLOCK, rows),
+                   BlockSpans.of(packed.cu_k[:-1], packed.cu_k, BLOCK, columns))
 
     def queries(self, packed: Packed) -> Tensor:
         """int64 ``[Tk]``: the query in the row of each key, under a causal mask; any one where there is none."""
@@ -195,7 +196,7 @@ class _Sequences(NamedTuple):
         return ((self.first - self.keys[:-1])[:, None] + _numbers(self.q_cut) * BLOCK)[:, None, :, None]
 
 
-def _numbers(cut: Cut) -> Tensor:
+def _numbers(cut: BlockSpans) -> Tensor:
     """int32: those of the blocks of the longest sequence."""
     return torch.arange(cut.starts.shape[1], dtype=torch.int32, device=cut.starts.device)
 
@@ -246,10 +247,10 @@ def _seen(ids: Tensor, sequences: _Sequences, streaming_info: Tensor) -> Tensor:
     return (key <= query) & ((key < sink) | (key > query - local))
 
 
-def _of_heads(cut: Cut, heads: int, tokens: int) -> Cut:
+def _of_heads(cut: BlockSpans, heads: int, tokens: int) -> BlockSpans:
     """The blocks of sequences that every head has, the heads' tokens behind one another."""
     before = torch.arange(heads, dtype=torch.int32, device=cut.starts.device)[:, None, None] * tokens
-    return Cut((cut.starts + before).flatten(0, 1), cut.lengths.repeat(heads, 1))
+    return BlockSpans((cut.starts + before).flatten(0, 1), cut.lengths.repeat(heads, 1))
 
 
 class _WithoutGradient(torch.autograd.Function):

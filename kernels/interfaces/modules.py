@@ -25,7 +25,7 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "block_sparse_attn.bert_padding": ("pad_input", "unpad_input"),
     },
 }
-# What takes each back that is in place.
+# For each package that is in place, what takes it back.
 _installed: dict[str, ExitStack] = {}
 
 

@@ -35,14 +35,14 @@ def unpack_heads(x: Tensor, group: int) -> Tensor:
     return x.unflatten(2, (-1, group)).transpose(1, 2).flatten(2, 3)
 
 
-class Cut(NamedTuple):
+class BlockSpans(NamedTuple):
     """Where the blocks of every sequence lie in the whole, int32 ``[B, number]`` each."""
 
     starts: Tensor
     lengths: Tensor
 
     @classmethod
-    def of(cls, first: Tensor, bounds: Tensor, size: int, number: int) -> Cut:
+    def of(cls, first: Tensor, bounds: Tensor, size: int, number: int) -> BlockSpans:
         """``number`` blocks of ``size`` tokens for each of B sequences, the first block beginning at ``first [B]``; what lies outside of
         the sequence's tokens, ``bounds [B + 1]``, is cut. int32 both. Does not synchronise."""
         begins = first[:, None] + torch.arange(number, dtype=torch.int32, device=first.device) * size
@@ -55,7 +55,7 @@ class Cut(NamedTuple):
         return torch.cat([self.starts.flatten(), (self.starts + self.lengths)[-1:, -1]])
 
 
-def packed_blocks(mask: Tensor, q_cut: Cut, kv_cut: Cut, size: int) -> BlockLists:
+def packed_blocks(mask: Tensor, q_cut: BlockSpans, kv_cut: BlockSpans, size: int) -> BlockLists:
     """The blocks of up to ``size`` tokens that a bool mask ``[B, H, Nq, Nk]`` keeps of each sequence: lists of ``[1, H, B * Nq]``."""
     lists = BlockLists.from_mask(mask, size, size)
     before = torch.arange(len(mask), dtype=torch.int32, device=mask.device)[:, None, None, None] * mask.shape[-1]

@@ -14,7 +14,7 @@ from .. import block_sparse_attention
 from ..checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, require_values, resolve_scale
 from ..routing import choose_token_impl
 from ..tokens import Packed, PaddedCache, TokenLists, lists_from_mask, lists_from_rows, pooling, token_attention
-from .packed import Cut, packed_blocks
+from .packed import BlockSpans, packed_blocks
 
 
 def block_1d_gqa_sparse_attn_varlen_func(
@@ -82,7 +82,7 @@ def block_2d_sparse_attn_varlen_func(
     if block_mask.shape[1] not in (k.shape[1], q.shape[1]):
         raise ValueError(f"block_mask must have {k.shape[1]} or {q.shape[1]} heads, got {block_mask.shape[1]}")
     # Causality between tokens of one sequence is that of their places in the whole.
-    q_cut, kv_cut = (Cut.of(cu[:-1], cu, block_size, number) for cu in (packed.cu_q, packed.cu_k))
+    q_cut, kv_cut = (BlockSpans.of(cu[:-1], cu, block_size, number) for cu in (packed.cu_q, packed.cu_k))
     blocks = packed_blocks(block_mask.tril(), q_cut, kv_cut, block_size)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = block_sparse_attention(q, k, v, blocks, scale=sm_scale, causal=True, impl=impl)

@@ -20,7 +20,7 @@ from .replays import LEAST, Graph, Replays
 descriptors_known: dict[tuple[int, object], list] = Kept(8192)
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor lies.
 
     Attributes:
@@ -64,23 +64,23 @@ class Constant(NamedTuple):
 
 
 # Takes a call's stream, the addresses and the tensors of its ByAddress, all its tensors, and what it has to wait for.
-Step = Callable[[int, list[int], list[Tensor], list[Tensor], Sequence[Callable[[], object]]], object]
+AddressStep = Callable[[int, list[int], list[Tensor], list[Tensor], Sequence[Callable[[], object]]], object]
 
 
 class ByAddress:
     """The steps of a plan, which all take what they need from two lists that a call makes once."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[AddressStep] = []
         # Which of them the device runs, and what there is in place of these in later calls.
         self.recordable: list[bool] = []
         self.replays = Replays()
         # In the order in which steps have asked for them: (base, bytes behind it) of what kernels get, and what functions of torch get.
         self._addresses: dict[tuple[int, int], int] = {}
-        self._tensors: dict[Place | Constant | None, int] = {}
+        self._tensors: dict[TensorPlace | Constant | None, int] = {}
 
     @classmethod
-    def of(cls, steps: Sequence[Launch | Call | Wait]) -> ByAddress | None:
+    def of(cls, steps: Sequence[Launch | TorchCall | Wait]) -> ByAddress | None:
         """None unless all kernels are compiled, and launched directly."""
         found = cls()
         for step in steps:
@@ -88,16 +88,16 @@ class ByAddress:
             if by_address is None:
                 return None
             found.steps.append(by_address)
-            # What has no tensors is done by the host: it waits, or looks at what the device has told it.
+            # A step without tensors is done by the host: it waits, or looks at what the device has told it.
             found.recordable.append(bool(step.places()))
         return found
 
-    def addresses_of(self, places: Sequence[Place | Constant | None]) -> Callable[[list[int]], tuple]:
+    def addresses_of(self, places: Sequence[TensorPlace | Constant | None]) -> Callable[[list[int]], tuple]:
         """Picks the places' addresses. None: something that is not read, whose address is 0."""
         spots = [(-1, 0) if place is None else place.begin() for place in places]
         return _picker([self._addresses.setdefault(spot, len(self._addresses)) for spot in spots])
 
-    def tensors_of(self, places: Sequence[Place | Constant | None]) -> Callable[[list[Tensor]], tuple]:
+    def tensors_of(self, places: Sequence[TensorPlace | Constant | None]) -> Callable[[list[Tensor]], tuple]:
         """Picks the places' tensors."""
         return _picker([self._tensors.setdefault(place, len(self._tensors)) for place in places])
 
@@ -115,12 +115,12 @@ class ByAddress:
         return ([begins[base] + offset for base, offset in self._addresses],
                 [None if place is None else place.of(bases) for place in self._tensors])
 
-    def _recorded(self, stream: int, bases: list[Tensor], begins: Sequence[int]) -> list[Step]:
+    def _recorded(self, stream: int, bases: list[Tensor], begins: Sequence[int]) -> list[AddressStep]:
         """The steps with graphs in place of what the device runs, of tensors that lie here."""
         found = self._found(bases, begins)
-        steps: list[Step] = []
+        steps: list[AddressStep] = []
 
-        def run(some: list[Step], own: int) -> None:
+        def run(some: list[AddressStep], own: int) -> None:
             for step in some:
                 step(own, *found, bases, ())
 
@@ -140,7 +140,7 @@ def _picker(numbers: Sequence[int]) -> Callable[[list], tuple]:
 class Spot(NamedTuple):
     """``Tiles`` of a tensor that is to come."""
 
-    place: Place | Constant
+    place: TensorPlace | Constant
     make: Callable[[Tensor], Any]
 
 
@@ -151,12 +151,12 @@ class Launch(NamedTuple):
     key: tuple
     grid: tuple[int, int, int]
     spots: list[Spot | None]
-    where: list[Place | Constant | None]
+    where: list[TensorPlace | Constant | None]
     numbers: Sequence[int | float]
     constants: dict
     options: dict
 
-    def places(self) -> list[Place | Constant | None]:
+    def places(self) -> list[TensorPlace | Constant | None]:
         return [*[None if spot is None else spot.place for spot in self.spots], *self.where]
 
     def moved(self, final: Callable) -> Launch:
@@ -169,7 +169,7 @@ class Launch(NamedTuple):
         tensors = [None if place is None else place.of(bases) for place in self.where]
         self.quick(self.key, self.grid, descriptors, tensors, self.numbers, self.constants, self.options)
 
-    def by_address(self, call: ByAddress) -> Step | None:
+    def by_address(self, call: ByAddress) -> AddressStep | None:
         """The same for later calls; None where it is not launched directly."""
         direct = self.quick.direct(self.key, [0 if place is None else place.begin()[1] for place in self.where])
         if direct is None:
@@ -213,22 +213,22 @@ class Launch(NamedTuple):
         return described
 
 
-class Call(NamedTuple):
+class TorchCall(NamedTuple):
     """A function of torch and its tensors."""
 
     function: Callable[..., Any]
-    where: list[Place | Constant | None]
+    where: list[TensorPlace | Constant | None]
 
-    def places(self) -> list[Place | Constant | None]:
+    def places(self) -> list[TensorPlace | Constant | None]:
         return self.where
 
-    def moved(self, final: Callable) -> Call:
+    def moved(self, final: Callable) -> TorchCall:
         return self._replace(where=[final(place) for place in self.where])
 
     def with_tensors(self, bases: list[Tensor], waits: Sequence[Callable[[], object]]) -> None:
         self.function(*[None if place is None else place.of(bases) for place in self.where])
 
-    def by_address(self, call: ByAddress) -> Step:
+    def by_address(self, call: ByAddress) -> AddressStep:
         function, arguments = self.function, call.tensors_of(self.where)
         return lambda stream, addresses, tensors, bases, waits: function(*arguments(tensors))
 
@@ -242,7 +242,7 @@ class Wait(NamedTuple):
 
     number: int
 
-    def places(self) -> list[Place | Constant | None]:
+    def places(self) -> list[TensorPlace | Constant | None]:
         return []
 
     def moved(self, final: Callable) -> Wait:
@@ -251,6 +251,6 @@ class Wait(NamedTuple):
     def with_tensors(self, bases: list[Tensor], waits: Sequence[Callable[[], object]]) -> None:
         waits[self.number]()
 
-    def by_address(self, call: ByAddress) -> Step:
+    def by_address(self, call: ByAddress) -> AddressStep:
         number = self.number
         return lambda stream, addresses, tensors, bases, waits: waits[number]()

@@ -43,7 +43,7 @@ class Partition(NamedTuple):
     @classmethod
     def of(cls, offsets: int | Tensor, lengths: Tensor | None, bounds: Callable[[int], tuple[Tensor, Tensor]], longest: int, tokens: int,
            covered: int) -> Partition:
-        """Of an axis of BlockLists; ``covered``: of the first so many tokens each is known to lie in a block."""
+        """The partition of an axis of BlockLists; ``covered``: each of the first so many tokens is known to lie in a block."""
         if isinstance(offsets, int) and lengths is None:
             return cls(None, None, offsets, tokens, -(-tokens // offsets), True)
         starts, sizes = bounds(tokens)
@@ -82,7 +82,7 @@ class Listed(NamedTuple):
 
     @classmethod
     def of(cls, blocks: BlockLists, q_len: int, kv_len: int) -> Listed:
-        """Of sequences of so many tokens."""
+        """The lists of blocks of sequences of so many tokens."""
         return cls(blocks.counts.contiguous(), blocks.indices.contiguous(), q_partition(blocks, q_len), kv_partition(blocks, kv_len))
 
     @property
@@ -97,7 +97,7 @@ class Listed(NamedTuple):
 
     @classmethod
     def planned(cls, tensors: Sequence[Any], fixed: tuple) -> Listed:
-        """Of ``tensors`` and what is ``fixed``."""
+        """The lists whose ``tensors`` and ``fixed`` these are."""
         counts, indices, *bounds = tensors
         return cls(counts, indices, Partition(*bounds[:2], *fixed[0]), Partition(*bounds[2:], *fixed[1]))
 
@@ -282,7 +282,7 @@ def work_queue(plan: Plan, listed: Listed, chunk: int, causal_shift: int | None,
     (batch, heads, width), (_, _, rows, items) = extent(listed, chunk), listed
     partial = not items.uniform or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
     queue = plan.working(HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width), dtype=torch.int32)
-    # What is launched after a queue may begin before it is written.
+    # The kernel that is launched after this one may begin before the queue is written.
     more = dict(PIECE=room // pieces, PIECES=pieces, EARLY=plan.device.type == "cuda")
     _launch(plan, _launch_queue, listed, chunk, causal_shift, more, [queue])
     return queue

@@ -71,7 +71,7 @@ _NUMBERS += [
     "shift", "tail", "share"]
 
 
-class Schedule(NamedTuple):
+class DqSchedule(NamedTuple):
     """The work of the backward kernel's programs."""
 
     tiles: Tensor               # int32 [number + tail + programs, FIELDS]: tiles as _place has them; then rows of which NEXT is set: to
@@ -300,7 +300,7 @@ def _lock_value_kernel(counts, indices, listed_counts, listed_indices, tiles, ti
 
 
 def bytes_of(rows: int, dim: int) -> int:
-    """Of what is read and added to for so many query rows: q, dO, lse_dpsum and the sums of dQ."""
+    """How much is read, and added to, for so many query rows: q, dO, lse_dpsum and the sums of dQ."""
     return rows * (8 * dim + 32)
 
 
@@ -316,7 +316,7 @@ def heads_together(pairs: int, rows: int, dim: int) -> int:
 
 
 def schedule(plan: Plan, flipped: Listed, batch: int, heads: int, kv_heads: int, programs: int, ordered: bool, shift: int | None = None,
-             dim: int = 128) -> Schedule:
+             dim: int = 128) -> DqSchedule:
     """The tiles of all heads; ``ordered``: assigned to so many programs.
 
     Where ``shift`` is given, query i sees the keys up to i + shift, and tiles skip the blocks of which none sees a key of their block.
@@ -349,10 +349,10 @@ def schedule(plan: Plan, flipped: Listed, batch: int, heads: int, kv_heads: int,
         times = plan.working(number, dtype=torch.int32)
         numbers = (number, programs, group, STAGGER, tail, share)
         plan.launch(_launch_assign, (plan.device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants, {})
-    return Schedule(tiles, number, tail, times, skipped, width, parts, together)
+    return DqSchedule(tiles, number, tail, times, skipped, width, parts, together)
 
 
-def lock_values(plan: Plan, work: Schedule, listed: Listed, flipped: Listed, batch: int, heads: int, kv_heads: int) -> Tensor:
+def lock_values(plan: Plan, work: DqSchedule, listed: Listed, flipped: Listed, batch: int, heads: int, kv_heads: int) -> Tensor:
     """int32 [B, Hq, key blocks, parts, width]: how many tiles of ordered ``work`` add to a query block before this one does."""
     (own_counts, own_indices, queries, keys), (counts, indices, *_) = listed, flipped
     capacity = own_indices.shape[3]

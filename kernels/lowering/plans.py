@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memo import Kept, Unplanned, captured
-from .by_address import ByAddress, Call, Constant, Launch, Place, Spot, Wait
+from .by_address import ByAddress, Constant, Launch, Spot, TensorPlace, TorchCall, Wait
 from .quick_launch import KINDS_KEPT, QuickLaunch, Tiles, aligned, current_stream, hooked
 from .rooms import ALIGNMENT, Room, Span, shared
 
@@ -40,7 +40,7 @@ class Plan:
         self.device = device
         self.results: list[Tensor] = []
         self.kept: list[tuple[Tensor | None, ...]] = []
-        self.steps: list[Launch | Call | Wait] = []
+        self.steps: list[Launch | TorchCall | Wait] = []
         # All that is known, by storage; the tensors are held, so that no other storage has the same number.
         self._numbers: dict[int, int] = {}
         self._tensors: list[Tensor] = []
@@ -91,7 +91,7 @@ class Plan:
 
     def call(self, function: Callable[..., Any], *tensors: Tensor | None) -> None:
         """A function of torch that writes to tensors which it is given, and does the same in all calls; given none, the host's own."""
-        self.steps.append(Call(function, [None if x is None else self._place(x) for x in tensors]))
+        self.steps.append(TorchCall(function, [None if x is None else self._place(x) for x in tensors]))
 
     def step(self, write: Callable[..., Any], xs: Sequence[Tensor | None], others: Sequence[Tensor | None], options: tuple) -> list[Tensor]:
         """The results of another step, which becomes a part of this one."""
@@ -123,13 +123,13 @@ class Plan:
         self._tensors.append(x)
         return x
 
-    def _place(self, x: Tensor) -> Place | Constant:
+    def _place(self, x: Tensor) -> TensorPlace | Constant:
         if not x.is_meta:
             return Constant(x)
         number = self._numbers.get(x.untyped_storage()._cdata)
         if number is None:
             raise Unplanned(f"a tensor of shape {tuple(x.shape)} is neither given to the step nor made by its plan")
-        return Place(number, int(x.storage_offset()) * x.element_size(), x.shape, x.stride(), x.dtype)
+        return TensorPlace(number, int(x.storage_offset()) * x.element_size(), x.shape, x.stride(), x.dtype)
 
     # Memory
 
@@ -157,7 +157,7 @@ class Plan:
         uses: dict[int, tuple[int, int]] = {}
         for at, step in enumerate(self.steps):
             for place in step.places():
-                if isinstance(place, Place):
+                if isinstance(place, TensorPlace):
                     uses[place.base] = uses.get(place.base, (at, at))[0], at
         return uses
 
@@ -239,8 +239,8 @@ class Planned:
         self.device, self.note, self.constants = plan.device, note, plan.constants
         given, stay, rooms = plan.rooms()
 
-        def final(place: Place | Constant | None) -> Place | Constant | None:
-            if not isinstance(place, Place):
+        def final(place: TensorPlace | Constant | None) -> TensorPlace | Constant | None:
+            if not isinstance(place, TensorPlace):
                 return place
             base, before = given[place.base]
             return place._replace(base=base, offset=before + place.offset)
@@ -248,7 +248,7 @@ class Planned:
         self.steps = [step.moved(final) for step in plan.steps]
         self.kept = [None if x is None else final(plan._place(x)) for xs in plan.kept for x in xs]
         self._inputs, self._stay = len(plan.inputs), len(plan.inputs) + len(stay)
-        self._places = [place for x in plan.results if isinstance(place := final(plan._place(x)), Place)]
+        self._places = [place for x in plan.results if isinstance(place := final(plan._place(x)), TensorPlace)]
         # An empty one is the same for all calls, and may be saved for a backward pass.
         with torch.inference_mode(False):
             self.results = [(None if x.numel() else torch.empty(x.shape, dtype=x.dtype, device=plan.device), x.shape, x.stride(), x.dtype)
@@ -283,7 +283,7 @@ class Planned:
         return [*laid, *held[len(laid):]]
 
     def result(self, held: Sequence[Tensor], number: int) -> Tensor:
-        """Of what ``run`` gave a result, which may lie in an input that arrived."""
+        """One of the results that ``run`` gave, which may lie in an input that arrived."""
         place = self._places[number]
         return held[place.base] if place.base >= self._inputs else place.of(held)
 

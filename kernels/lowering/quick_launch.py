@@ -180,7 +180,7 @@ def hooked() -> bool:
 
 
 def current_stream(device: torch.device) -> int:
-    """Of the current device, which this is."""
+    """The current stream of ``device``, which is the current device."""
     return triton.runtime.driver.active.get_current_stream(device.index)
 
 

@@ -95,7 +95,7 @@ class _Recorder(NamedTuple):
 
 @lru_cache
 def _recorder(device: torch.device, stream: int) -> _Recorder:
-    """Of graphs that are launched on ``stream`` of a device, the current one."""
+    """The recorder of graphs that are launched on ``stream`` of the device, which is the current one."""
     own = ctypes.c_void_p()
     _driver("cuStreamCreate")(ctypes.byref(own), NON_BLOCKING)
     return _Recorder(torch.cuda.ExternalStream(own.value or 0, device), torch.cuda.MemPool())

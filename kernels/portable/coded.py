@@ -25,7 +25,8 @@ from .config import LaunchConfig
 from .tail_config import launcher
 from .tail_statistics import SLAB
 
-# Of a normal distribution of deviation 1: from here on 3 is nearer than 1, where equal steps are least off in the mean square.
+# Numbers of deviation 1 are coded in equal steps, which are least off in the mean square if the numbers are normally distributed. From here
+# on 3 is nearer than 1.
 BETWEEN = tl.constexpr(0.9957)
 # Rows of products and units that a program has at most. On an H200, us, of 12 heads with 147 units, 40 with 63, and 40 with 450:
 _TABLE = {
@@ -40,12 +41,12 @@ GROUP = tl.constexpr(SLAB // 4)
 
 
 def code_sizes(dim: int) -> tuple[int, int, int]:
-    """Of a unit: bytes of its keys' covariance, of theirs with values, and numbers of its scales."""
+    """(bytes of the covariance of a unit's keys, bytes of theirs with values, numbers of the unit's scales)."""
     return sum([GROUP.value * (dim - begin) for begin in range(0, dim, SLAB)]), slabs(dim) * GROUP.value * dim, 3 * dim + 8
 
 
 def slabs(dim: int) -> int:
-    """Of rows of a unit's matrices."""
+    """How many slabs of rows a unit's matrices have."""
     return -(-dim // SLAB)
 
 
@@ -143,7 +144,7 @@ def _write_covariances(covariances, out, scales, slab, DIM: tl.constexpr, DIM_PA
 def _write_kernel(log_count, k_mean, v_mean, moments, covariances, places, out_log_count, out_k_mean, out_v_mean, out_moments,
                   out_covariances, out_scales, units, room, first, SIZE: tl.constexpr, BYTES: tl.constexpr, MIXED_BYTES: tl.constexpr,
                   DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Of one unit; programs have a slab of its keys' covariance each, others as many rows of the one with values."""
+    """Codes one unit: programs have a slab of its keys' covariance each, others as many rows of the one with values."""
     head, dims = tl.program_id(1).to(tl.int64), tl.arange(0, DIM_PAD)
     source, place = head * units + tl.program_id(0), (first + tl.program_id(0)).to(tl.int64)
     if places is not None:
@@ -197,7 +198,7 @@ def _half_variance_kernel(queries, moments, scales, out, heads, rows, units, SIZ
     moments += head * units * BYTES
     scales += head * units * (3 * DIM + 8)
     begin = slab * (4 * GROUP)
-    # Of the last rows of a symmetric matrix nothing is kept in the first half of its columns.
+    # The last rows of a symmetric matrix keep nothing in the first half of their columns.
     if begin < HALF:
         acc = _slab_product(queries, moments, scales, begin, 0, unit, units, row, rows, DIM, SIZE, BYTES, DIM_PAD)
     else:

@@ -110,7 +110,7 @@ def _add_kernel(dkeys, dvalues, places, dk, dv, kv_len, width, number, heads, fi
 
 
 @dataclass(frozen=True)
-class Part:
+class QueryPart:
     """The query blocks and heads that are taken at once. A head of the copies is one of k's, or of the lists where these have more."""
 
     batch: int
@@ -187,7 +187,7 @@ def _width(k: Tensor, blocks: BlockLists) -> int:
     return max(-(-min(blocks.capacity * blocks.max_kv_length, k.shape[2]) // 8) * 8, 8)
 
 
-def _parts(q: Tensor, k: Tensor, blocks: BlockLists) -> Iterator[Part]:
+def _parts(q: Tensor, k: Tensor, blocks: BlockLists) -> Iterator[QueryPart]:
     """Parts of equal size that together are all query blocks; a last block that is shorter is a part of its own."""
     copy_heads, tokens = _copy_heads(k, blocks), blocks.max_q_length
     group, (whole, rest) = q.shape[1] // copy_heads, divmod(q.shape[2], tokens)
@@ -201,12 +201,12 @@ def _parts(q: Tensor, k: Tensor, blocks: BlockLists) -> Iterator[Part]:
         for head in range(0, copy_heads, heads):
             some = min(heads, copy_heads - head)
             for first in range(0, whole, max(at_once, 1)):
-                yield Part(batch, first, min(at_once, whole - first), tokens, first * tokens, head, some, group)
+                yield QueryPart(batch, first, min(at_once, whole - first), tokens, first * tokens, head, some, group)
             if rest:
-                yield Part(batch, whole, 1, rest, whole * tokens, head, some, group)
+                yield QueryPart(batch, whole, 1, rest, whole * tokens, head, some, group)
 
 
-def _compact(part: Part, k: Tensor, v: Tensor, blocks: BlockLists, inverse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _compact(part: QueryPart, k: Tensor, v: Tensor, blocks: BlockLists, inverse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(keys, values [blocks, heads, width, D], bounds int32 [blocks, heads, 2]: 0 and the length of each run,
     places int32 [heads, Skv, blocks]: where in a run a key stands, or -1)."""
     (kv_heads, kv_len, dim), device = k.shape[1:], k.device
@@ -227,7 +227,7 @@ def _compact(part: Part, k: Tensor, v: Tensor, blocks: BlockLists, inverse: bool
     return keys, values, bounds, places
 
 
-def _one_block_each(part: Part, bounds: Tensor, width: int) -> BlockLists:
+def _one_block_each(part: QueryPart, bounds: Tensor, width: int) -> BlockLists:
     """Every query block attends to the one key block that its run is; the query blocks are the batch."""
     one = torch.ones(1, 1, 1, dtype=torch.int32, device=bounds.device)
     return BlockLists(one, torch.zeros_like(one)[..., None], part.tokens, bounds, max_kv_length=width)

@@ -15,7 +15,7 @@ from ..lowering.primitives import LN2, LOG2E, load_rows, softmax_step
 from ..lowering.quick_launch import FUSED
 from ..operators import operator
 
-# Of importance: rows of a tile, which are the query heads of some tokens, and keys that are multiplied with it at once.
+# Importance is computed in tiles of so many rows, which are the query heads of some tokens, times so many keys at once.
 TILE = 128
 KEYS = 64
 # A block of maxima is one tile of a product on the tensor cores.

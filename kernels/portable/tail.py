@@ -19,8 +19,8 @@ from ..tail import CAP, BlockEstimates, Blocks, KeyStatistics, by_kv_head, sampl
 from . import coded, tail_order, tail_rows, tail_statistics
 from .tail_groups import evenly, head_groups, mean_bytes, of_group
 
-# What the estimate may take for matrices [D, D] of units and blocks, as a share of ``mean_bytes``; more heads than that are done one group
-# after another. Attention's result and its lists, which are to come, take more.
+# The estimate's matrices [D, D] of units and blocks may take this share of ``mean_bytes``; more heads than that are done one group after
+# another. Attention's result and its lists, which are to come, take more.
 ESTIMATE_ROOM = 1.4
 
 
@@ -136,7 +136,7 @@ def _write_seen(plan: Plan, q: Tensor, offsets: Tensor, sizes: tuple[int, int], 
     for them. room: in bytes."""
     (blocks, longest), (batch, heads, _, dim), kv_heads, (variances, masses) = sizes, q.shape, k_mean.shape[1], seeing
     sample, group = sampled_queries(longest), heads // kv_heads
-    # Of symmetric matrices half is kept.
+    # Only half of a symmetric matrix is kept.
     entries = tail_statistics.packed_size(dim)
     most = int(room / (2 * entries * (made + blocks * group)))
     # The kernel that compares queries with units reads numbers of four bytes faster.

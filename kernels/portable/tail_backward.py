@@ -25,7 +25,7 @@ from .tail_statistics import block_rows, head_at, lower_tokens, padded
 # Not measured, but what compiles for sm_80 and sm_90 without spilling more than 120 bytes, head_dim 128, and lets two programs share a
 # multiprocessor: 64 queries at once in the units' pass spill 750 bytes. Query rows by units in both.
 _ROWS, _UNITS, _UNITS_BEFORE_HOPPER = LaunchConfig(64, 64, 4, 2), LaunchConfig(32, 64, 4, 2), LaunchConfig(32, 64, 8, 2)
-# What any GPU takes: head_dims above 128, and float32, which is multiplied without tensor cores.
+# Tiles that fit any GPU, for head_dims above 128, and for float32, which is multiplied without tensor cores.
 _WIDE = LaunchConfig(32, 32, 8, 1)
 # torch sums so few numbers in one order, however many sums there are, and tensors of so many bytes at once.
 SUMMED_ALIKE, ADDRESSED = 256, 1 << 31
@@ -93,7 +93,7 @@ def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse
     acc = acc * b[:, None]
     # +inf makes every weight of a row 0.
     row_lse2 = lse_in_base_2(tl.where(estimated, row_lse, float("-inf")))
-    # What a row attends to exactly may hold NaN, and 0 times that is NaN.
+    # Keys and values that a row attends to exactly may hold NaN, and 0 times NaN is NaN.
     c = tl.where(estimated, c, 0.0)
     tl.store(lse2 + at, row_lse2, mask=inside)
     tl.store(shift + at, c, mask=inside)
@@ -228,7 +228,7 @@ _launch_rows, _launch_units, _launch_matrix, _launch_tokens = map(
 def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[str, tuple[dict[str, int], LaunchConfig]]:
     """Sizes and options of the four kernels."""
     shape, wide = padded(dim), dim > 128 or dtype == torch.float32
-    # Of a D x D matrix a product takes as many columns as leave room in registers and shared memory.
+    # A product takes as many columns of a D x D matrix at once as registers and shared memory have room for.
     columns = min(shape["DIM_PAD"], 128 if not wide else 32 if dtype == torch.float32 else 64)
     rows, units = (_WIDE, _WIDE) if wide else (_ROWS, _UNITS if limits.tma else _UNITS_BEFORE_HOPPER)
     matrix = LaunchConfig(32 if wide else 64, columns, 8, 1 if wide else 2)

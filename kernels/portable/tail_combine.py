@@ -20,7 +20,7 @@ from ..tail import BlockEstimates, Blocks, by_kv_head
 from . import coded, tail_backward, tail_rows, tail_statistics
 from .tail_groups import evenly, head_groups, mean_bytes, of_group
 
-# What a step may take for matrices [D, D] of units and blocks, as a share of ``mean_bytes``; more heads than that are done one group after
+# A step's matrices [D, D] of units and blocks may take this share of ``mean_bytes``; more heads than that are done one group after
 # another. q, k, v and attention's result are there: MERGE_ROOM is of all that the tail holds beside them, numbers of pairs of a block and a
 # unit too, so that a layer is within 1.25 times these four.
 MERGE_ROOM, BACKWARD_ROOM = 0.84, 0.4
@@ -188,7 +188,7 @@ def _write_combine_backward(plan: Plan, xs: Sequence[Tensor], others: Sequence[A
     dout, exact, out, q, k, v, mixture = xs
     exact_lse, lse, tail_lse, q_offsets, kv_offsets, bias, log_count, k_mean, v_mean, order = others
     dexact, dexact_lse, dq, dk, dv = (plan.result_like(x) for x in (dout, lse, q, k, v))
-    # What rows get that no estimate has touched: what arrives passes on, and nothing is added.
+    # Rows without an estimate pass on the gradient that arrives, and add nothing.
     plan.call(Tensor.copy_, dexact, dout)
     for x in (dq, dk, dv, dexact_lse):
         plan.call(Tensor.zero_, x)

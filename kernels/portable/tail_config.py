@@ -30,7 +30,7 @@ _TABLE = {
     # The same: 128 x 32 with 4 warps 3.96 ms, but without covariances they spill; 64 x 64 4.36, 128 x 64 with 8 warps 4.55.
     "combine": (LaunchConfig(128, 32, 8, 2), LaunchConfig(128, 32, 8, 2)),
 }
-# What any GPU takes: head_dims above 128, and float32, which is multiplied without tensor cores.
+# Tiles that fit any GPU, for head_dims above 128, and for float32, which is multiplied without tensor cores.
 _WIDE = LaunchConfig(32, 32, 8, 1)
 
 

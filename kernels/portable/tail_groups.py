@@ -31,7 +31,7 @@ def head_groups(batch: int, kv_heads: int, group: int, at_once: int, last: int =
 
 
 def mean_bytes(q: Tensor, k: Tensor) -> int:
-    """Of q, k, v and attention's result, no less than q's: what rooms are shares of."""
+    """The mean bytes of q, k, v and attention's result, no less than those of q. Rooms are shares of these."""
     return max(q.numel(), (q.numel() + k.numel()) // 2) * q.element_size()
 
 

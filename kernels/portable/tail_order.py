@@ -98,7 +98,7 @@ def _order_kernel(k, offsets, projections, order, log_count, k_batch, k_head, k_
     lower_size, _ = _below(own, middle)
     for start in range(WIDTH, size, WIDTH):
         lower_size += _below(_chunk(projections, start, size, WIDTH), middle)[0]
-    # Of the chunks before.
+    # How many projections of the chunks before lie below the middle.
     lowers = tl.full([], 0, tl.int32)
     for start in range(0, size, WIDTH):
         place = start + tl.arange(0, WIDTH)

@@ -88,7 +88,7 @@ def _score_kernel(mass, half_variance, log_count, scores, heads, group, blocks, 
 
 @triton.jit
 def _summed(pointers, mask, units, SLABS: tl.constexpr):
-    """Of numbers of units for each slab, one behind the other."""
+    """The sum over slabs of the numbers of units, which stand slab by slab."""
     total = tl.load(pointers, mask=mask, other=0.0)
     for slab in tl.static_range(1, SLABS):
         total += tl.load(pointers + slab * units, mask=mask, other=0.0)

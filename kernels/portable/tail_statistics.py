@@ -85,7 +85,7 @@ def _store_symmetric(out, x, column, TWICE: tl.constexpr, COLS: tl.constexpr, DI
     rows, columns = tl.arange(0, DIM_PAD), (column + tl.arange(0, COLS))[None, :]
     slab = rows // SLAB
     begin = slab * SLAB
-    # Of the row's column 0, were it kept.
+    # Where the row's column 0 would be if it were kept.
     at = slab * (SLAB * DIM) - slab * (slab - 1) // 2 * (SLAB * SLAB) + (rows - begin) * (DIM - begin) - begin
     if TWICE:
         x = tl.where(columns >= begin[:, None] + SLAB, x * 2, x)
@@ -164,7 +164,7 @@ def centred_moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.
 def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_batch, k_head, k_row, v_batch, v_head, v_row, heads, units,
                  tokens, size_of_moments, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr,
                  SLAB: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Of a block's units: means, log of the tokens, which of two units is there before, and the keys' covariance."""
+    """What is known of the units of a block: means, the log of the tokens, which of two units is there before, and the keys' covariance."""
     block, head, batch = own_block(heads)
     column = tl.program_id(2) * COLS
     at = (batch * heads + head) * units + block * PARTS

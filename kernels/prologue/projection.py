@@ -51,7 +51,7 @@ class Projection:
     angles: tuple[Tensor, Tensor] | None = None
 
     def part(self, tokens: slice, heads: slice) -> Projection:
-        """Of some of its tokens and heads."""
+        """The projection of some of its tokens and heads."""
         norm, angles = self.norm, self.angles
         if norm is not None:
             norm = replace(norm, weight=norm.weight[heads] if norm.weight.dim() == 2 else norm.weight,
@@ -114,7 +114,7 @@ class Deferred:
             first += length
 
     def part(self, first: int, tokens: int, heads: slice = slice(None)) -> Deferred:
-        """Of ``tokens`` tokens from ``first`` on, and of some heads."""
+        """The projections of ``tokens`` tokens from ``first`` on, and of some heads."""
         parts, start = [], 0
         for projection, length in zip(self.projections, self.lengths):
             begin, end = max(first - start, 0), min(first + tokens - start, length)

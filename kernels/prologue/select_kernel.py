@@ -211,7 +211,7 @@ def _write_select(plan: Plan, xs: Sequence[Tensor | None], others: Sequence[Tens
     # Numbers that are shared by all lists are read by each.
     per_list = scored_rows if k_per_row is not None and k_per_row.numel() > scored_rows else 0
     numbers = (k_all, heads, blocks, room, scored_rows, scored, per_list)
-    # What is not there is not read, and stands for any pointer.
+    # The kernel does not read the tensors that are absent; any pointer will do in their place.
     plan.launch(_launch_select, (plan.device, kind, width, numbers, *given.values()), (rows, heads, batch), (),
                 (*[forced if x is None else x for x in xs], forced, counts, indices), numbers, dict(WIDTH=width, **given),
                 dict(num_warps=min(16, max(2, width // 512))))

@@ -99,17 +99,16 @@ class _Comparison:
         if self.folder.finished(clip, first.name) and (not missing or self.folder.has_reference(clip)):
             reference = self.folder.reference(clip) if missing else None
         else:
-            reference, measured, _ = self._generate(clip, first)
-            self.folder.keep(clip, reference)
-            self._finish(clip, first, measured, clips)
+            reference, missing = None, [first, *missing]
         for configuration in missing:
             generated, measured, device = self._generate(clip, configuration)
-            assert reference is not None
-            self._finish(clip, configuration, self._measured(clip, configuration, generated, measured, reference, device), clips)
-
-    def _finish(self, clip: Clip, configuration: Configuration, measured: Measurement, clips: Sequence[Clip]) -> None:
-        self.folder.finish(clip, configuration.name, measured)
-        self._progress(clip, configuration, measured, clips)
+            if reference is None:
+                reference = generated
+                self.folder.keep(clip, reference)
+            else:
+                measured = self._measured(clip, configuration, generated, measured, reference, device)
+            self.folder.finish(clip, configuration.name, measured)
+            self._progress(clip, configuration, measured, clips)
 
     def _generate(self, clip: Clip, configuration: Configuration) -> tuple[Reference, Measurement, torch.device]:
         call = dict(self.call)

@@ -14,9 +14,9 @@ from ssta.kernels.routing import IMPLEMENTATIONS
 
 from ..patch.apply import SSTAHandle, apply_ssta, transformers_of
 from ..patch.context import having
-from ..patch.family import Family, family_of, own_presets, preset_names, preset_settings
+from ..patch.family import Family, family_of, preset_names, preset_settings
 from ..schedule.changes import changed
-from ..schedule.presets import PRESETS
+from ..schedule.presets import OWN_PRESETS, PRESETS
 from ..schedule.schedule import Schedule
 
 _NAMES = ("stock", "default", "dense")
@@ -98,8 +98,7 @@ def check_names(text: str) -> None:
     Raises:
         ValueError: a name that is no preset of any model, or no field, or a field without a value.
     """
-    name = text.partition("@")[0].partition(",")[0].strip()
-    _read(text, tuple(PRESETS) if "=" in name or name in (*_NAMES, *PRESETS) else (*PRESETS, *own_presets()))
+    _read(text, (*PRESETS, *OWN_PRESETS))
 
 
 def _read(text: str, presets: Sequence[str]) -> tuple[str, list[tuple[str, str]], str | None]:
@@ -162,23 +161,15 @@ def running(pipe: Any, configuration: Configuration) -> Iterator[SSTAHandle | No
         if backend in IMPLEMENTATIONS:
             impl = backend
         elif backend is not None:
-            stack.enter_context(_attending_with(pipe, backend))
+            # diffusers' set_attention_backend, without what it leaves behind in the process.
+            try:
+                stack.enter_context(attention_backend(backend))
+            except (ImportError, RuntimeError, ValueError) as error:
+                raise ValueError(f"backend must be one that runs here, got {backend!r}: {error}") from None
+            for processor in (getattr(module, "processor", None) for _, model in transformers_of(pipe) for module in model.modules()):
+                if hasattr(processor, "_attention_backend"):
+                    stack.enter_context(having(processor, "_attention_backend", AttentionBackendName(backend)))
         if configuration.config is None:
             yield None
             return
         yield stack.enter_context(apply_ssta(pipe, configuration.config, schedule=configuration.schedule, impl=impl))
-
-
-@contextmanager
-def _attending_with(pipe: Any, backend: str) -> Iterator[None]:
-    """diffusers' ``set_attention_backend``, without what it leaves behind in the process."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(attention_backend(backend))
-        except (ImportError, RuntimeError, ValueError) as error:
-            raise ValueError(f"backend must be one that runs here, got {backend!r}: {error}") from None
-        for _, model in transformers_of(pipe):
-            for processor in (getattr(module, "processor", None) for module in model.modules()):
-                if hasattr(processor, "_attention_backend"):
-                    stack.enter_context(having(processor, "_attention_backend", AttentionBackendName(backend)))
-        yield

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..patch.family import family_of
 
 Canvas = tuple[int, int, int]
-# What makes the inputs: random(*shape).
+# random(*shape) makes an input.
 Random = Callable[..., Tensor]
 
 

@@ -26,7 +26,7 @@ def write_video(video: Tensor, path: str, fps: int) -> None:
 
 def relative_difference(video: Tensor, reference: Tensor) -> float:
     """||video - reference|| / ||reference||, of anything of one shape; 0 where both are zero."""
-    _check(video, reference)
+    _require_alike(video, reference)
     reference = reference.double()
     difference = float((video.double() - reference).norm())
     return difference / float(reference.norm()) if difference else 0.0
@@ -51,14 +51,14 @@ def ssim(video: Tensor, reference: Tensor, device: torch.device | None = None) -
     Wang et al., Image quality assessment: from error visibility to structural similarity, 2004: Gaussian windows of 11 x 11 with a standard
     deviation of 1.5, K1 = 0.01, K2 = 0.03.
     """
-    _check(video, reference, frames=True)
+    pairs = _frames(video, reference, device)
     if min(video.shape[2:]) < 11:
         raise ValueError(f"video must have frames of at least 11 x 11 for SSIM, got {tuple(video.shape)}")
     bell = torch.exp(-torch.arange(-5.0, 6.0).square() / (2 * 1.5**2)).to(video.device if device is None else device)
     bell = bell / bell.sum()
     total = 0.0
     # A frame at a time, because five blurred copies of a whole video are large.
-    for x, y in _frames(video, reference, device):
+    for x, y in pairs:
         x, y = x.float(), y.float()
         images = torch.stack([x, y, x * x, y * y, x * y]).flatten(0, 1)[:, None]
         blurred = torch.nn.functional.conv2d(torch.nn.functional.conv2d(images, bell.view(1, 1, 11, 1)), bell.view(1, 1, 1, 11))
@@ -90,15 +90,15 @@ def lpips_distance(video: Tensor, reference: Tensor, device: torch.device | None
     return sum(float(network(x[None].float() * 2 - 1, y[None].float() * 2 - 1)) for x, y in pairs) / len(video)
 
 
-def _check(video: Tensor, reference: Tensor, frames: bool = False) -> None:
+def _require_alike(video: Tensor, reference: Tensor) -> None:
     if video.shape != reference.shape:
         raise ValueError(f"video must have the reference's shape {tuple(reference.shape)}, got {tuple(video.shape)}")
-    if frames and video.dim() != 4:
-        raise ValueError(f"video must be frames [F, C, H, W], got shape {tuple(video.shape)}")
 
 
 def _frames(video: Tensor, reference: Tensor, device: torch.device | None) -> Iterator[tuple[Tensor, Tensor]]:
-    _check(video, reference, frames=True)
+    _require_alike(video, reference)
+    if video.dim() != 4:
+        raise ValueError(f"video must be frames [F, C, H, W], got shape {tuple(video.shape)}")
     device = video.device if device is None else device
     return ((x.to(device), y.to(device)) for x, y in zip(video, reference))
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_anyflow import AnyFlowAttnProcessor
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..patch.canvas import from_bfchw
 from ..patch.family import Family, stack_sites
@@ -20,20 +20,10 @@ class AnyFlowSSTAProcessor(WanSSTAProcessor):
 
     norms = {**WanSSTAProcessor.norms, RMSNorm: True}
 
-    def __call__(  # type: ignore[override]
-        self,
-        attn: nn.Module,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        rotary_emb: dict[str, Tensor] | None = None,
-    ) -> Tensor:
-        """hidden_states ``[B, t*h*w, C]``; rotary_emb's "query" and "key" are the same, complex ``[1, 1, t*h*w, D / 2]``."""
-        angles = None
-        if rotary_emb is not None:
-            turns = self.rank_share(rotary_emb["query"], 2).transpose(1, 2)
-            angles = turns.real.float(), turns.imag.float()
-        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, angles)
+    def angles(self, rotary_emb: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """rotary_emb's "query" and "key" are the same, complex ``[1, 1, t*h*w, D / 2]``."""
+        turns = self.rank_share(rotary_emb["query"], 2).transpose(1, 2)
+        return turns.real.float(), turns.imag.float()
 
 
 _SITES = partial(stack_sites, stack="blocks", attention="attn1", stock=AnyFlowAttnProcessor, replacement=AnyFlowSSTAProcessor)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_helios import HeliosAttnProcessor
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from ..patch.call import CallState
 from ..patch.canvas import from_bcfhw, histories_before
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.rope import apply_rope
 from ..patch.streams import fusible
 from ..ranks.after_gather import shared_gradients
-from ..ranks.split import Split, gathered, split
+from ..ranks.split import Arguments, Call, Hooks, Split, gathered, split
 
 
 class HeliosSSTAProcessor(SSTAProcessor):
@@ -54,17 +50,17 @@ class HeliosSSTAProcessor(SSTAProcessor):
         return self.self_attention(attn, hidden_states, layout, attention_mask, turned=turned, turned_keys=amplified, across_heads=True)
 
 
-def _tokens(arguments: Mapping[str, Any], grids: int) -> int:
+def _tokens(arguments: Arguments, grids: int) -> int:
     return grids
 
 
-def _hooks(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
+def _hooks(model: nn.Module, call: Call) -> Hooks:
     for block in model.get_submodule("blocks").children():
         yield block.register_forward_pre_hook(partial(_own_context, call))
     yield from shared_gradients(model, call, "blocks")
 
 
-def _own_context(call: Callable[[], CallState], block: nn.Module, args: tuple) -> tuple | None:
+def _own_context(call: Call, block: nn.Module, args: tuple) -> tuple | None:
     """How many of the tokens that a block is given are the chunk's, which is at the end."""
     ranks = call().ranks
     if ranks is None or ranks.tokens is None:

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from ..patch.call import CallState
 from ..patch.canvas import from_bcfhw
-from ..patch.family import Family, Site, stack_sites
-from ..ranks.split import Split, gathered, split, split_outputs
+from ..patch.family import Family, stack_sites
+from ..ranks.split import Call, Hooks, Split, gathered, split, split_outputs
 from .joint import JointSSTAProcessor
 
-
-def two_stacks(model: nn.Module) -> Iterator[Site]:
-    """The sites of blocks with two streams, and of those with one."""
-    for blocks in ("transformer_blocks", "single_transformer_blocks"):
-        yield from stack_sites(model, blocks, "attn", HunyuanVideoAttnProcessor2_0, JointSSTAProcessor)
+# Blocks with two streams, and those with one.
+two_stacks = partial(stack_sites, stack=("transformer_blocks", "single_transformer_blocks"), attention="attn",
+                     stock=HunyuanVideoAttnProcessor2_0, replacement=JointSSTAProcessor)
 
 
-def _first_frame(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
+def _first_frame(model: Any, call: Call) -> Hooks:
     """The weights for images modulate the first frame's tokens by themselves, and count them from the first token that a block is given."""
-    found: Any = model
-    if found.config.image_condition_type == "token_replace":
-        for block in (*found.transformer_blocks, *found.single_transformer_blocks):
+    if model.config.image_condition_type == "token_replace":
+        for block in (*model.transformer_blocks, *model.single_transformer_blocks):
             yield block.register_forward_pre_hook(partial(_counted, call))
 
 
-def _counted(call: Callable[[], CallState], block: nn.Module, args: tuple) -> tuple | None:
+def _counted(call: Call, block: nn.Module, args: tuple) -> tuple | None:
     state = call()
     if state.ranks is None:
         return None

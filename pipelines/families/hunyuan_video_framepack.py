@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ssta import VideoGrid
 
-from ..patch.call import CallState, Ranks
+from ..patch.call import Ranks
 from ..patch.canvas import from_bcfhw, histories_before
 from ..patch.family import Family
-from ..ranks.split import Split, gathered
+from ..ranks.split import Call, Hooks, Split, gathered
 from .hunyuan_video import two_stacks
 
 
-def _hooks(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
+def _hooks(model: Any, call: Call) -> Hooks:
     """They split the tokens, each grid's by themselves, and leave the section's alone behind the last block."""
-    found: Any = model
-    blocks = [*found.transformer_blocks, *found.single_transformer_blocks]
+    blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
     for number, block in enumerate(blocks):
         yield block.register_forward_pre_hook(partial(_own_tokens, call, number == 0))
     yield blocks[-1].register_forward_hook(partial(_own_section, call))
 
 
-def _own_tokens(call: Callable[[], CallState], first: bool, block: nn.Module, args: tuple) -> tuple | None:
+def _own_tokens(call: Call, first: bool, block: nn.Module, args: tuple) -> tuple | None:
     state = call()
     if state.ranks is None:
         return None
@@ -42,7 +39,7 @@ def _shares(grids: list[int], ranks: Ranks, x: Tensor, dim: int) -> Tensor:
     return torch.cat([part.narrow(dim, ranks.start(tokens), ranks.share(tokens)) for tokens, part in zip(grids, x.split(grids, dim))], dim)
 
 
-def _own_section(call: Callable[[], CallState], block: nn.Module, args: tuple, output: tuple[Tensor, Tensor]) -> tuple | None:
+def _own_section(call: Call, block: nn.Module, args: tuple, output: tuple[Tensor, Tensor]) -> tuple | None:
     ranks, section = call().ranks, VideoGrid(*call().thw).length
     return None if ranks is None else (output[0][:, output[0].shape[1] - ranks.share(section):], output[1])
 

@@ -28,7 +28,7 @@ class JointSSTAProcessor(SSTAProcessor):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states ``[B, t*h*w, C]``, encoder_hidden_states ``[B, L, C]``, attention_mask ``[B, L]`` over the conditions or
-        ``[B, 1, 1, t*h*w + L]`` over all keys, with the valid conditions first."""
+        ``[B, 1, 1, t*h*w + L]`` over all keys, nonzero = valid, with the valid conditions first."""
         video_len = hidden_states.shape[1]
         after = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
         layout = self.around(video_len + after, before=self.context.call.before, after=after)
@@ -51,7 +51,9 @@ class JointSSTAProcessor(SSTAProcessor):
         if attention_mask is not None and attention_mask.dim() == 4:
             # Over the whole sequence, of which `hidden_states` may be a rank's share.
             attention_mask = attention_mask[:, 0, 0, layout.length - after:]
-        out = self.attend(query, key, value, layout, text_mask=attention_mask if layout.dense else None)
+        # Mochi's is of the activations' dtype.
+        valid = attention_mask.bool() if attention_mask is not None and layout.dense else None
+        out = self.attend(query, key, value, layout, text_mask=valid)
         out = out.flatten(2, 3).to(query.dtype)
         if encoder_hidden_states is None:
             return out, None

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 
 from diffusers.models.transformers.transformer_kandinsky6 import Kandinsky6AttnProcessor
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from ..patch.call import CallState
 from ..patch.canvas import from_bfhwc
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.streams import Stream, later
-from ..ranks.split import CROSS_LENGTHS, Split, gathered, split
+from ..ranks.split import CROSS_LENGTHS, Call, Hooks, Split, gathered, split
 
 
 class Kandinsky6SSTAProcessor(SSTAProcessor):
@@ -42,13 +39,13 @@ class Kandinsky6SSTAProcessor(SSTAProcessor):
         return attn.out_layer(self.attend(query, key, value, layout).flatten(-2, -1))
 
 
-def _needs_audio(call: Callable[[], CallState], block: nn.Module, args: tuple) -> None:
+def _needs_audio(call: Call, block: nn.Module, args: tuple) -> None:
     """In the place of what diffusers says of outputs that are no tensors, after the last block."""
     if call().ranks is not None and args[1] is None:
         raise ValueError("audio_hidden_states must be given on several ranks, got None")
 
 
-def _hooks(model: nn.Module, call: Callable[[], CallState]) -> Iterator[RemovableHandle]:
+def _hooks(model: nn.Module, call: Call) -> Hooks:
     yield model.get_submodule("visual_transformer_blocks.0").register_forward_pre_hook(partial(_needs_audio, call))
 
 

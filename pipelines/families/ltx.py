@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from ..patch.canvas import from_numbers
 from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
-from ..ranks.split import Split, gathered, split, split_outputs
+from ..ranks.split import Arguments, Split, gathered, split, split_outputs
 
 
 class LTXVideoSSTAProcessor(SSTAProcessor):
@@ -33,10 +31,9 @@ class LTXVideoSSTAProcessor(SSTAProcessor):
         return self.self_attention(attn, hidden_states, layout, attention_mask, angles=angles, across_heads=True)
 
 
-def tokens_given(arguments: Mapping[str, Any], grids: int) -> int:
+def tokens_given(arguments: Arguments, grids: int) -> int:
     """How many tokens of conditions and video there are."""
-    tokens: int = arguments["hidden_states"].shape[1]
-    return tokens
+    return arguments["hidden_states"].shape[1]
 
 
 _SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1", stock=LTXVideoAttnProcessor, replacement=LTXVideoSSTAProcessor)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3AttnProcessor
@@ -17,7 +15,7 @@ from ..patch.branched import BranchedProcessor
 from ..patch.canvas import from_coordinates
 from ..patch.family import Family, stack_sites
 from ..patch.streams import fusible
-from ..ranks.split import Split, stock_plan
+from ..ranks.split import Arguments, Split, stock_plan
 
 
 class MiniMaxH3SSTAProcessor(BranchedProcessor):
@@ -45,17 +43,16 @@ def _rotated(angles: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def _canvas(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
+def _canvas(model: nn.Module, arguments: Arguments) -> tuple[int, int, int]:
     points = arguments["position_ids"]
     return from_coordinates(points, lambda: points)
 
 
-def _tokens(arguments: Mapping[str, Any], grids: int) -> int:
-    tokens: int = arguments["position_ids"].shape[0]
-    return tokens
+def _tokens(arguments: Arguments, grids: int) -> int:
+    return arguments["position_ids"].shape[0]
 
 
-def _before(model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int, int, int]) -> tuple[DenseRun, ...]:
+def _before(model: nn.Module, arguments: Arguments, thw: tuple[int, int, int]) -> tuple[DenseRun, ...]:
     """Text, conditions and audio, in the order of a generation without references."""
     conditions = arguments["video_indices"].shape[0] - math.prod(thw)
     lengths = arguments["text_indices"].shape[0], conditions, arguments["audio_indices"].shape[0]

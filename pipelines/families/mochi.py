@@ -6,7 +6,6 @@ from functools import partial
 
 from diffusers.models.attention_processor import MochiAttnProcessor2_0
 from diffusers.models.normalization import MochiRMSNorm
-from torch import Tensor, nn
 
 from ..patch.canvas import from_bcfhw
 from ..patch.family import Family, stack_sites
@@ -20,18 +19,6 @@ class MochiSSTAProcessor(JointSSTAProcessor):
     say which text is valid. Rows of invalid text are zero before their projection, as there."""
 
     norms = {**SSTAProcessor.norms, MochiRMSNorm: False}
-
-    def __call__(
-        self,
-        attn: nn.Module,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """attention_mask ``[B, L]`` of any dtype, nonzero = valid; image_rotary_emb is learned, ``[t*h*w, H, D / 2]`` each."""
-        valid = None if attention_mask is None else attention_mask.bool()
-        return super().__call__(attn, hidden_states, encoder_hidden_states, valid, image_rotary_emb)
 
 
 _SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1", stock=MochiAttnProcessor2_0, replacement=MochiSSTAProcessor)

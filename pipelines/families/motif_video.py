@@ -12,7 +12,7 @@ from ssta import DenseRun, TokenLayout, VideoGrid
 
 from ..patch.canvas import from_bcfhw
 from ..patch.family import Family, Site, stack_sites
-from ..ranks.split import Plan, Split, gathered, split, split_outputs
+from ..ranks.split import Split, SplitPlan, gathered, split, split_outputs
 from .joint import JointSSTAProcessor
 
 
@@ -33,9 +33,9 @@ def _sites(model: nn.Module) -> Iterator[Site]:
     yield from islice(stack_sites(*singles, MotifVideoDecoderSSTAProcessor), encoding, None)
 
 
-def _plan(model: nn.Module) -> Plan:
+def _plan(model: nn.Module) -> SplitPlan:
     """The first block that decodes gets a video of its own, which was set aside before the first split."""
-    plan: Plan = {"rope": split_outputs(2, 0), "transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
+    plan: SplitPlan = {"rope": split_outputs(2, 0), "transformer_blocks.0": {"hidden_states": split()}, "proj_out": gathered()}
     if model.num_decoder_layers:
         first = len(model.single_transformer_blocks) - model.num_decoder_layers
         plan[f"single_transformer_blocks.{first}"] = {"hidden_states": split()}

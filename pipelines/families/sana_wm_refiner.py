@@ -20,7 +20,7 @@ from .ltx2 import ROPE, LTX2SSTAProcessor
 class SanaWMRefinerSSTAProcessor(LTX2SSTAProcessor):
     """Attends as ``SanaWMLTX2RefinerAttnProcessor`` does, to the whole sink and to selected tiles of the rest."""
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         attn: nn.Module,
         hidden_states: Tensor,
@@ -62,7 +62,7 @@ def _canvas(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[int, int, i
     def points() -> Tensor:
         angles = torch.atan2(sin[0], cos[0])
         angles = angles.transpose(0, 1).flatten(1) if config.rope_type == "split" else angles[:, ::2]
-        # Of the lowest frequency, behind channels that are filled up.
+        # The angles of the lowest frequency come after the channels that only fill up.
         return angles[:, config.num_attention_heads * config.attention_head_dim % 6 // 2:][:, :3]
 
     return from_frames(cos, points)

@@ -39,20 +39,19 @@ class BranchedProcessor(SSTAProcessor):
             query, key, value, layout: as ``attend`` takes them.
             others: tensors like query.
         """
-        given: list[Any]
-        if isinstance(query, Sent) and isinstance(key, Sent) and isinstance(value, Sent):
-            shards = self._sharded(query, layout)
-            given = [query.wait(), key.wait(), value.wait(), *[shards.to_heads(x.transpose(1, 2)) for x in others]]
+        shards = self._sharded(query, layout) if isinstance(query, Sent) else None
+        if shards is None and not torch.compiler.is_compiling():
+            self._stopwatch.start(query.device)
+        given: list[Any] = [x.wait() if isinstance(x, Sent) else x.transpose(1, 2) if isinstance(x, Tensor) else x
+                            for x in (query, key, value, *others)]
+        if shards is not None:
+            given[3:] = map(shards.to_heads, given[3:])
             self._exchange.note("arrived")
-            result = self._selecting(lambda selection: attended(selection, *given), tuple(given[0].shape))
+        result = self._selecting(lambda selection: attended(selection, *given), tuple(given[0].shape))
+        if isinstance(query, Sent) and shards is not None:
             self._exchange.note("attended")
             result.out = shards.to_tokens(result.out, query.heads)
-            return self._noted(result, None, layout, False, (shards.rank, shards.ranks, query.shape[1], query.heads))
-        if not torch.compiler.is_compiling():
-            self._stopwatch.start(query.device)
-        given = [x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value, *others)]
-        result = self._selecting(lambda selection: attended(selection, *given), tuple(given[0].shape))
-        return self._noted(result, None, layout, False, None)
+        return self._noted(result, None, layout, False, query)
 
     def _sharded(self, query: Sent, layout: TokenLayout) -> Shards:
         """How the ranks share the sequence out, once they agree on what they attend to."""

@@ -54,14 +54,15 @@ class Site:
 
 
 def stack_sites(
-    model: nn.Module, stack: str, attention: str, stock: type | tuple[type, ...],
+    model: nn.Module, stack: str | tuple[str, ...], attention: str, stock: type | tuple[type, ...],
     replacement: Callable[[Any], Any] | tuple[Callable[[Any], Any], ...],
 ) -> Iterator[Site]:
-    """The module ``attention`` of every block in the model's list of blocks ``stack``, in order: what most families' ``sites`` are.
+    """The module ``attention`` of every block in the model's list of blocks ``stack``, or in several, in order: what most families'
+    ``sites`` are.
 
     Args:
         model: the transformer.
-        stack: dotted name of the list, such as ``"transformer_blocks"``.
+        stack: dotted name of the list, such as ``"transformer_blocks"``, or several of them.
         attention: name of the self-attention in a block, such as ``"attn1"``.
         stock: the original processor's class, or a tuple of classes.
         replacement: what makes the processor that takes its place; for a tuple of classes as many, in the same order, or one for all.
@@ -75,10 +76,11 @@ def stack_sites(
     if len(replacements) != len(classes):
         raise ValueError(f"replacement must be one, or one for each of the {len(classes)} classes of stock, got {len(replacements)}")
     chosen = dict(zip(classes, replacements))
-    blocks: Any = model.get_submodule(stack)
-    for index, block in enumerate(blocks):
-        module = block.get_submodule(attention)
-        yield Site(f"{stack}.{index}.{attention}", module, stock, chosen.get(type(getattr(module, "processor", None)), replacements[0]))
+    for name in (stack,) if isinstance(stack, str) else stack:
+        blocks: Any = model.get_submodule(name)
+        for index, block in enumerate(blocks):
+            module = block.get_submodule(attention)
+            yield Site(f"{name}.{index}.{attention}", module, stock, chosen.get(type(getattr(module, "processor", None)), replacements[0]))
 
 
 @dataclass(frozen=True)
@@ -187,17 +189,6 @@ def family_of(model: nn.Module) -> Family:
 def family_of_class(kind: type) -> Family | None:
     """The family that models of class ``kind`` belong to, by it or the nearest base class; None if there is none."""
     return next((_registered(base.__name__) for base in kind.__mro__ if base.__name__ in _FAMILIES), None)
-
-
-def own_presets() -> tuple[str, ...]:
-    """Names of the presets that families have of their own. Imports all families that can be imported."""
-    names: dict[str, None] = {}
-    for model in supported_models():
-        try:
-            names |= dict.fromkeys(_registered(model).presets)
-        except (ImportError, TypeError):
-            continue
-    return tuple(names)
 
 
 def preset_names(family: Family) -> tuple[str, ...]:

@@ -35,17 +35,11 @@ class Installation:
     def processors(self, model: nn.Module) -> list[tuple[str, SSTAProcessor]]:
         """(name, processor) of the sites where this installation's processor is still in place. A site whose block has another number by
         now, because one before it was deleted, has the name that goes with it."""
-        return [(name, processor) for name, _, processor in self.in_place(model)]
-
-    def in_place(self, model: nn.Module) -> list[tuple[str, nn.Module, SSTAProcessor]]:
-        """The same with the attention modules."""
-        found = []
-        for name, module in model.named_modules():
-            processor = getattr(module, "processor", None)
-            if isinstance(processor, SSTAProcessor) and processor.context is self.context:
-                found.append((name, module, processor))
-        order = {site: number for number, site in enumerate(self.originals)}
-        return sorted(found, key=lambda entry: order[entry[2].site])
+        named = [(name, getattr(module, "processor", None)) for name, module in model.named_modules()]
+        found = [(name, processor) for name, processor in named
+                 if isinstance(processor, SSTAProcessor) and processor.context is self.context]
+        order = list(self.originals)
+        return sorted(found, key=lambda entry: order.index(entry[1].site))
 
 
 def installation_of(model: nn.Module) -> Installation | None:
@@ -61,10 +55,8 @@ def require_bare(model: nn.Module) -> None:
 
 def sites_of(family: Family, model: nn.Module) -> list[Site]:
     """The family's sites in this model, each of them known to be what it says."""
-    found = family.sites(model)
-    if not isinstance(found, Iterable):
-        raise TypeError(f"{family.model}'s Family.sites must yield Sites, got {type(found).__name__}")
-    sites = list(found)
+    found: Any = family.sites(model)
+    sites = list(found) if isinstance(found, Iterable) else [found]
     if not sites:
         raise ValueError(f"{family.model}'s Family.sites must yield at least one Site, got none")
     seen: dict[int, str] = {}
@@ -145,12 +137,12 @@ def uninstall(model: nn.Module, stays_split: bool = False) -> None:
 
 def _undo(model: nn.Module, installation: Installation, stays_split: bool) -> None:
     """What was installed so far, taken back."""
-    in_place: list[tuple[str, Any, SSTAProcessor]] = installation.in_place(model)
-    installation.left = [(name, processor) for name, _, processor in in_place]
-    for _, module, processor in in_place:
+    installation.left = installation.processors(model)
+    for name, processor in installation.left:
         original = installation.originals[processor.site]
         _copy_settings(processor, original)
-        module.processor = original
+        attention: Any = model.get_submodule(name)
+        attention.processor = original
     for hook in installation.hooks:
         hook.remove()
     forget_recomputations(model)

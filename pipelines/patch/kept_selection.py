@@ -12,32 +12,28 @@ from ssta.selection import Selection
 
 
 class KeptSelection:
-    """One layer's selection, and the query's shape that it was for; None before it was chosen.
+    """One layer's selection, and the query's shape that it was for.
 
     A bit for each pair of tiles: lists, whose rows of text hold every tile, are 32 times as much, and ascend in either form.
     """
 
     def __init__(self) -> None:
-        self._bits: Tensor | None = None
-        self._tiles = 0
-        # What follows counts and indices among the lists' fields.
-        self._fields: tuple = ()
-        self._shape: tuple[int, ...] | None = None
-        # The heads whose other tiles are estimated.
-        self._useful: Tensor | None = None
+        # The shape, bits, how many tiles they are of, what follows counts and indices among the lists' fields, and the heads whose other
+        # tiles are estimated; None before there was a selection.
+        self._kept: tuple[tuple[int, ...], Tensor, int, tuple, Tensor | None] | None = None
 
     def selection(self, shape: tuple[int, ...]) -> Selection | None:
         """What was chosen for a query of ``shape``."""
-        if self._shape != shape or self._bits is None:
+        if self._kept is None or self._kept[0] != shape:
             return None
-        lists = BlockLists.from_mask(_unpacked(self._bits, self._tiles), 1, 1)
-        return Selection(BlockLists.from_fields(lists.counts, lists.indices, *self._fields), useful=self._useful)
+        _, bits, tiles, fields, useful = self._kept
+        lists = BlockLists.from_mask(_unpacked(bits, tiles), 1, 1)
+        return Selection(BlockLists.from_fields(lists.counts, lists.indices, *fields), useful=useful)
 
     def keep(self, selection: Selection, shape: tuple[int, ...]) -> None:
         """Keeps ``selection``, which was made for a query of ``shape``, in place of what was kept before."""
         mask = selection.blocks.to_mask()
-        self._bits, self._tiles, self._shape, self._useful = _packed(mask), mask.shape[-1], shape, selection.useful
-        self._fields = selection.blocks.to_fields()[2:]
+        self._kept = shape, _packed(mask), mask.shape[-1], selection.blocks.to_fields()[2:], selection.useful
 
 
 def _packed(mask: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention
 from ssta.attention import attend
 from ssta.dense import EXACT
 from ssta.inputs import described
-from ssta.kernels import PatternFacts, Route, choose_backend, choose_route
+from ssta.kernels import Deferred, PatternFacts, Route, choose_backend, choose_route
 from ssta.kernels.checks import autocast_inputs
 from ssta.layout import Input
 from ssta.op import world_of
@@ -27,15 +27,14 @@ from ssta.report import heads_without_estimate, mass_summary
 from ssta.result import ExactMass, LayerResult
 from ssta.selection import Selection
 
-from ..ranks.exchange_timer import ExchangeTimer
 from ..schedule.changes import at_density, warn_of_the_window
 from ..schedule.progress import is_fake
 from .context import ModelContext
 from .kept_selection import Holder
-from .report import LayerRun, Stopwatch
-from .streams import TORCH_NORMS, Norms, Stream, apart, finished, joined
+from .report import ExchangeTimer, LayerRun, Stopwatch
+from .streams import TORCH_NORMS, Norms, Stream, apart, joined
 
-# What attention gets of q, k and v: they themselves, their projections, or what other ranks send.
+# Attention is given q, k and v themselves, their projections, or what other ranks send.
 Given = Input | Sent
 # Canvases alternate in few ways (guidance, two resolutions); a server's must not pile up.
 _LAYOUTS_KEPT = 16
@@ -166,12 +165,13 @@ class SSTAProcessor:
                across_heads: bool = False) -> tuple[Given, Given, Given]:
         """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``. On several ranks v is on its way
         to them while k is made, and k while q is, from their projections on where streams have functions for them."""
-        shares = self._shares(layout, heads)
-        if shares is None:
-            return joined(queries, keys, values, heads=heads, across_heads=across_heads, norms=self.norms, impl=self.context.impl,
-                          tiles=not self.dense)
-        finish = partial(finished, heads=heads, across_heads=across_heads, norms=self.norms, impl=self.context.impl)
-        return self._sent(shares, heads, *(partial(finish, streams) for streams in (queries, keys, values)))
+        shares, kinds = self._shares(layout, heads), (queries, keys, values)
+        join = partial(joined, heads=heads, across_heads=across_heads, norms=self.norms, impl=self.context.impl)
+        if shares is not None:
+            return self._sent(shares, heads, *(lambda kind=kind: join((kind,))[0] for kind in kinds))
+        # The kernel runs while the sparse layer makes tiles.
+        q, k, v = (x.materialize().transpose(1, 2) if self.dense and isinstance(x, Deferred) else x for x in join(kinds))
+        return q, k, v
 
     def self_attention(
         self, attn: Any, x: Tensor, layout: TokenLayout, mask: Tensor | None = None, *, angles: tuple[Tensor, Tensor] | None = None,
@@ -249,21 +249,19 @@ class SSTAProcessor:
         Raises:
             TypeError, ValueError: what ``ssta_attention`` raises, or fewer heads than ranks.
         """
-        dense, part = self.dense, None
+        dense = self.dense
         if not isinstance(query, Sent):
-            shares = self._shares(layout, key.shape[2 if isinstance(key, Tensor) else 1])
+            key_heads = key.shape[2 if isinstance(key, Tensor) else 1]
+            shares = self._shares(layout, key_heads)
             if shares is not None:
                 # Before anything that ranks might disagree about.
-                query, key, value = self._sent(shares, key.shape[2 if isinstance(key, Tensor) else 1], *(
-                    lambda x=x: x for x in (query, key, value)))
+                query, key, value = self._sent(shares, key_heads, *(lambda x=x: x for x in (query, key, value)))
             elif not torch.compiler.is_compiling():
                 self._stopwatch.start(query.device)
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
-        if isinstance(q, Sent):
-            part = q.shards.rank, q.shards.ranks, q.shape[1], q.heads
         attended: Callable[..., tuple[LayerResult | Tensor, str | None]] = self._attend_densely if dense else self._attend_sparsely
         result, backend = attended(q, k, v, layout, text_mask, kv_layout)
-        return self._noted(result, backend, layout, dense, part)
+        return self._noted(result, backend, layout, dense, q)
 
     def _selecting(self, attended: Callable[[Selection | None], LayerResult], shape: tuple[int, ...]) -> LayerResult:
         """What ``attended`` gives: with the selection that was kept for a query of ``shape``, or with one that is kept now, where
@@ -275,8 +273,7 @@ class SSTAProcessor:
             kept.keep(result.selection, shape)
         return result
 
-    def _noted(self, result: LayerResult | Tensor, backend: str | None, layout: TokenLayout, dense: bool,
-               part: tuple[int, int, int, int] | None) -> Tensor:
+    def _noted(self, result: LayerResult | Tensor, backend: str | None, layout: TokenLayout, dense: bool, query: Given) -> Tensor:
         """``[B, S, H, D]`` of a result ``[B, H, S, D]``; keeps what the report asks for, and stops the time."""
         out, selection, route = (result, None, None) if isinstance(result, Tensor) else (result.out, result.selection, result.route)
         if not torch.compiler.is_compiling():
@@ -287,6 +284,7 @@ class SSTAProcessor:
         kind = None if blocks is None else (out.device, out.dtype, out.shape[3], PatternFacts.of(blocks))
         mass = None if dense or isinstance(result, Tensor) else result.mass
         tiles, counts = (None, None) if dense or blocks is None else (blocks.num_kv_blocks or blocks.num_q_blocks, blocks.counts)
+        part = (query.shards.rank, query.shards.ranks, query.shape[1], query.heads) if isinstance(query, Sent) else None
         self._last = _LastRun(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part)
         return out.transpose(1, 2)
 

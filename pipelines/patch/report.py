@@ -1,4 +1,4 @@
-"""What ran: LayerRun and the table of them that ``SSTAHandle.report`` returns, and the stopwatch behind its times."""
+"""What ran: LayerRun and the table of them that ``SSTAHandle.report`` returns, and the stopwatches behind its times."""
 
 from __future__ import annotations
 
@@ -168,3 +168,33 @@ def _now(device: torch.device) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+class ExchangeTimer:
+    """Times the exchange before attention from when q is sent, which is last and has nothing left to hide under, and the one after it."""
+
+    def __init__(self) -> None:
+        self._before, self._after = Stopwatch(), Stopwatch()
+        self._device = torch.device("cpu")
+
+    def begin(self, device: torch.device) -> None:
+        """That something is about to be sent."""
+        if not torch.compiler.is_compiling():
+            self._device = device
+            self._before.start(device)
+
+    def note(self, step: str) -> None:
+        """That a step is launched: what was sent has "arrived", attention is over ("attended"), or heads have "returned"."""
+        if torch.compiler.is_compiling():
+            return
+        if step == "arrived":
+            self._before.stop()
+        elif step == "attended":
+            self._after.start(self._device)
+        else:
+            self._after.stop()
+
+    def seconds(self) -> float | None:
+        """Of both; None where nothing was exchanged, or inside a graph. Waits for the device."""
+        before, after = self._before.seconds(), self._after.seconds()
+        return None if before is None or after is None else before + after

@@ -44,46 +44,24 @@ class Stream(NamedTuple):
     then: Callable[[Tensor], Tensor] | None = None
 
 
-class _Made(NamedTuple):
-    """A stream, or a part of it, whose projection is there and whose angles are for all tokens."""
-
-    projected: Tensor
-    norm: Any
-    angles: tuple[Tensor, Tensor] | None
-    then: Callable[[Tensor], Tensor] | None
-
-
-def joined(queries: Sequence[Stream], keys: Sequence[Stream], values: Sequence[Stream], *, heads: int, across_heads: bool = False,
-           norms: Norms = TORCH_NORMS, impl: str = "auto",
-           tiles: bool = False) -> tuple[Tensor, Tensor, Tensor] | tuple[Deferred, Deferred, Deferred]:
-    """q, k and v ``[B, S, H, D]``, each of its streams one after the other.
+def joined(kinds: Sequence[Sequence[Stream]], *, heads: int, across_heads: bool = False, norms: Norms = TORCH_NORMS, impl: str = "auto"
+           ) -> list[Tensor | Deferred]:
+    """Each of ``kinds``, q, k and v or one of them, its streams one after the other: ``[B, S, H, D]``, or deferred where the kernel runs.
 
     One kernel makes each of them where nothing needs a gradient and the modules are of the classes ``norms``, unchanged: it computes as
     they do, but for the order in which squares are summed. Else the modules do it. A compiler gets the modules too, and fuses them itself.
 
-    Projections that are still to be made are made first, q's, k's and v's of each stream, stream after stream.
+    Projections that are still to be made are made first, q's, k's and v's of each stream, stream after stream, as diffusers' processors
+    make them.
 
     Args:
-        queries, keys, values: streams with the same B, H, D, dtype and device.
+        kinds: streams with the same B, H, D, dtype and device.
         heads: H.
         across_heads: whether the norms take all heads of a token at once.
         norms: classes of RMSNorm that the kernel may stand in for; another norm is left to its module.
         impl: which kernels may run, as ``ssta_attention`` takes it.
-        tiles: they go to ``ssta_attention``, which takes them deferred where the kernel runs, to run it while it makes tiles.
     """
-    found = _finished((queries, keys, values), heads, across_heads, norms, impl)
-    q, k, v = found if tiles else [x.materialize().transpose(1, 2) if isinstance(x, Deferred) else x for x in found]
-    return q, k, v
-
-
-def finished(streams: Sequence[Stream], *, heads: int, across_heads: bool = False, norms: Norms = TORCH_NORMS, impl: str = "auto"
-             ) -> Tensor | Deferred:
-    """One of q, k and v by itself, as ``joined`` makes them all: ``[B, S, H, D]``, or deferred where the kernel runs."""
-    return _finished((streams,), heads, across_heads, norms, impl)[0]
-
-
-def _finished(kinds: Sequence[Sequence[Stream]], heads: int, across_heads: bool, norms: Norms, impl: str) -> list[Any]:
-    made = _made(*kinds)
+    made = _made(kinds)
     if all(_by_kernel(stream, heads, across_heads, norms, impl) for streams in made for stream in streams):
         return [Deferred(tuple(_projection(stream, heads, across_heads, norms) for stream in streams)) for streams in made]
     return [_by_modules(streams, heads, across_heads) for streams in made]
@@ -110,24 +88,25 @@ def fusible(attn: Any, x: Tensor) -> tuple[Projected, Projected, Projected]:
     return fused(attn, x) if attn.fused_projections else apart(attn, x)
 
 
-def _made(*kinds: Sequence[Stream]) -> list[list[_Made]]:
-    """Each kind's streams with their projections, which are made in the order in which diffusers' processors make them."""
-    made: list[list[_Made]] = [[] for _ in kinds]
+def _made(kinds: Sequence[Sequence[Stream]]) -> list[list[Stream]]:
+    """Each kind's streams, or parts of them, whose projections are there and whose angles are for all tokens."""
+    made: list[list[Stream]] = [[] for _ in kinds]
     for number in range(max(len(streams) for streams in kinds)):
         for streams, into in zip(kinds, made):
             if number < len(streams):
                 projected, norm, angles, rotated, then = streams[number]
                 x = projected if isinstance(projected, Tensor) else projected()
                 if rotated is None:
-                    into.append(_Made(x, norm, angles, then))
+                    into.append(Stream(x, norm, angles, then=then))
                 else:
-                    into.extend((_Made(x[:, :rotated], norm, angles, then), _Made(x[:, rotated:], norm, None, then)))
+                    into.extend((Stream(x[:, :rotated], norm, angles, then=then), Stream(x[:, rotated:], norm, then=then)))
     return made
 
 
-def _projection(stream: _Made, heads: int, across_heads: bool, norms: Norms) -> Projection:
+def _projection(stream: Stream, heads: int, across_heads: bool, norms: Norms) -> Projection:
     norm: Any = stream.norm
-    x = stream.projected.unflatten(2, (heads, -1)).transpose(1, 2)
+    x: Any = stream.projected
+    x = x.unflatten(2, (heads, -1)).transpose(1, 2)
     if norm is not None:
         casts = norms[type(norm)]
         weight, eps = norm.weight, norm.eps
@@ -139,11 +118,12 @@ def _projection(stream: _Made, heads: int, across_heads: bool, norms: Norms) -> 
     return Projection(x, norm, angles)
 
 
-def _by_modules(streams: list[_Made], heads: int, across_heads: bool) -> Tensor:
+def _by_modules(streams: list[Stream], heads: int, across_heads: bool) -> Tensor:
     """Empties ``streams``: nobody holds a projection once it is normed, nor what is normed once it is rotated."""
-    parts = []
+    parts: list[Tensor] = []
     while streams:
-        x, norm, angles, then = streams.pop(0)
+        x: Any
+        x, norm, angles, _, then = streams.pop(0)
         if norm is not None and across_heads:
             x = norm(x)
         x = x.unflatten(2, (heads, -1))
@@ -157,9 +137,11 @@ def _by_modules(streams: list[_Made], heads: int, across_heads: bool) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _by_kernel(stream: _Made, heads: int, across_heads: bool, norms: Norms, impl: str) -> bool:
+def _by_kernel(stream: Stream, heads: int, across_heads: bool, norms: Norms, impl: str) -> bool:
     """Whether the kernel runs here, does what the stream's modules do, and nobody wants a gradient."""
-    x, norm, angles, then = stream
+    x: Any
+    norm: Any
+    x, norm, angles, _, then = stream
     if then is not None or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return False
     if choose_backend(impl, x.device, x.dtype, x.shape[-1] // heads).by_torch("gather"):

@@ -22,7 +22,7 @@ from .processor import SSTAProcessor
 
 # From this density on a forward is dense: choosing what to leave out gains nothing.
 DENSE_FROM = 63 / 64
-# Of a density that falls to its target.
+# A density that falls to its target falls by at most so many equal factors.
 FACTORS = 3
 
 
@@ -55,11 +55,14 @@ class TeacherStudent:
             stack.enter_context(torch.no_grad())
             # In some versions of torch weights that autocast cast without gradients would serve the student too, and get no gradients; and
             # the cast weights would stay in memory.
-            stack.enter_context(_no_autocast_cache())
+            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
             for context in _contexts(target):
                 stack.enter_context(context.densely())
-            if self._teacher is None:
-                stack.enter_context(_adapters_off(self._model))
+            # PEFT's own enable_adapters also takes the adapters' gradients away and gives them to all that are active, whoever had frozen
+            # some: the flag is what its layers look at.
+            for layer in _adapter_layers(self._model) if self._teacher is None else ():
+                stack.enter_context(having(layer, "_disable_adapters", True))
             return _first(target(*args, **kwargs))
 
 
@@ -98,7 +101,9 @@ def teacher_student(model: nn.Module, teacher: nn.Module | None = None) -> Teach
         raise ValueError(f"teacher must be the dense model, got {'None, and a model' if teacher is None else type(teacher).__name__} with "
                          f"{branches[0]}'s branches in it; a frozen copy from before they were applied is one")
     if teacher is None:
-        adapted = {id(parameter) for parameter in _adapter_parameters(model)}
+        layers = _adapter_layers(model)
+        adapted = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        adapted -= {id(parameter) for layer in layers for parameter in layer.get_base_layer().parameters()}
         own = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in adapted]
         if own:
             raise ValueError(f"teacher must be given where model's own weights are trained, got None, and {own[0]} and {len(own) - 1} more "
@@ -283,38 +288,10 @@ def _contexts(model: nn.Module) -> list[ModelContext]:
 
 
 def _adapter_layers(model: nn.Module) -> list[Any]:
+    """PEFT's layers in ``model``, which hold its adapters beside the layer that they were put on."""
     # Without PEFT loaded there are no adapters.
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     return [] if tuners is None else [module for module in model.modules() if isinstance(module, tuners.BaseTunerLayer)]
-
-
-def _adapter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    for layer in _adapter_layers(model):
-        base = {id(parameter) for parameter in layer.get_base_layer().parameters()}
-        yield from (parameter for parameter in layer.parameters() if id(parameter) not in base)
-
-
-@contextmanager
-def _adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within it no adapter has an effect.
-
-    By the flag that PEFT's layers look at: its ``enable_adapters`` also takes the adapters' gradients away and gives them to all that are
-    active, whoever had frozen some.
-    """
-    with ExitStack() as stack:
-        for layer in _adapter_layers(model):
-            stack.enter_context(having(layer, "_disable_adapters", True))
-        yield
-
-
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def _first(out: Any) -> Tensor:

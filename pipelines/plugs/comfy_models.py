@@ -10,7 +10,7 @@ from typing import Any
 from ssta import DenseRun, TokenLayout, VideoGrid
 
 # A forward's arguments by name.
-Call = Mapping[str, Any]
+ForwardArguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class ComfyModel:
     width: str
     stacks: tuple[str, ...]
     joint: bool
-    around: Callable[[Any, Any, Call], Sequence | str]
+    around: Callable[[Any, Any, ForwardArguments], Sequence | str]
 
-    def sequence(self, model: Any, call: Call) -> Sequence | str:
+    def sequence(self, model: Any, call: ForwardArguments) -> Sequence | str:
         """What self-attention is over in a call; or why that cannot be known or is no video."""
         # With sound the video is the first of two latents.
         x = call["x"][0] if isinstance(call["x"], (list, tuple)) else call["x"]
@@ -98,7 +98,7 @@ def _sequence(before: list[int], thw: tuple[int, int, int], after: list[int], dr
     return found
 
 
-def _wan(model: Any, x: Any, call: Call) -> Sequence | str:
+def _wan(model: Any, x: Any, call: ForwardArguments) -> Sequence | str:
     """[a reference image | video, with what is appended to it in time | references in context], padded to whole patches."""
     clip = call.get("clip_fea")
     t, h, w = _patches(x.shape, model.patch_size, padded=True)
@@ -112,7 +112,7 @@ def _wan(model: Any, x: Any, call: Call) -> Sequence | str:
     return _sequence([before], (t, h, w), after, across=across)
 
 
-def _hunyuan_video(model: Any, x: Any, call: Call) -> Sequence | str:
+def _hunyuan_video(model: Any, x: Any, call: ForwardArguments) -> Sequence | str:
     """[text | video] since HunyuanVideo 1.5 came to ComfyUI, [video | text] before, which its blocks say; a reference stands before the
     video. Text is [vision | glyphs | words] or [words | glyphs]."""
     thw = _patches(x.shape, model.patch_size, padded=False)
@@ -127,7 +127,7 @@ def _hunyuan_video(model: Any, x: Any, call: Call) -> Sequence | str:
     return _sequence([text, before], thw, [])
 
 
-def _ltx(model: Any, x: Any, call: Call) -> Sequence | str:
+def _ltx(model: Any, x: Any, call: ForwardArguments) -> Sequence | str:
     """[video | guiding frames], of which the model may leave out some tokens."""
     guides = call.get("keyframe_idxs")
     t, h, w = _patches(x.shape, model.patchifier.patch_size, padded=False)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
-from ..patch.call import CallState
+from .split import Call, Hooks
 
 
 class _Weighted(torch.autograd.Function):
@@ -27,7 +25,7 @@ class _Weighted(torch.autograd.Function):
         return grads[0] * ctx.factor, None
 
 
-def shared_gradients(model: nn.Module, call: Callable[[], CallState], gather: str) -> Iterator[RemovableHandle]:
+def shared_gradients(model: nn.Module, call: Call, gather: str) -> Hooks:
     """Hooks after which the sum of all ranks' gradients is one process' in the layers that follow the module ``gather``, or the last of
     a list of that name, too.
 
@@ -40,7 +38,7 @@ def shared_gradients(model: nn.Module, call: Callable[[], CallState], gather: st
     yield model.register_forward_hook(partial(_times_ranks, call, -1))
 
 
-def _times_ranks(call: Callable[[], CallState], power: int, module: nn.Module, args: tuple, output: Any) -> Any:
+def _times_ranks(call: Call, power: int, module: nn.Module, args: tuple, output: Any) -> Any:
     ranks = call().ranks
     if ranks is None or not torch.is_grad_enabled():
         return None

@@ -21,14 +21,14 @@ from ssta.ranks import check_ranks
 
 from ..patch.call import Ranks
 from ..patch.family import Family, family_of
-from .split import LeftOut, OwnMemory, Plan, Split, hooks_of
+from .split import LeftOut, OwnMemory, Split, SplitPlan, hooks_of
 
 # They compare activations, of which a rank has its own tokens.
 _LOOKING = FirstBlockCacheConfig, SeaCacheConfig
 _HOW = "pass cp_plan=ssta.pipelines.cp_plan(transformer) to enable_parallelism, or call it after apply_ssta"
 
 
-def cp_plan(transformer: nn.Module) -> Plan:
+def cp_plan(transformer: nn.Module) -> SplitPlan:
     """How a transformer's tokens are split over ranks under SSTA: for ``transformer.enable_parallelism(config=..., cp_plan=...)``.
 
     Needed only where ``enable_parallelism`` comes before ``apply_ssta``, which otherwise leaves the plan on the model.
@@ -37,14 +37,6 @@ def cp_plan(transformer: nn.Module) -> Plan:
         ValueError: an unsupported model, or one whose family says nothing of several ranks.
     """
     return _split(family_of(transformer)).of(transformer)
-
-
-def _make_whole(model: Any) -> None:
-    """Takes the plan out of a model, so that every rank has the whole of it."""
-    remove_context_parallel(model, _hooked(model))
-    for _, processor in _configured(model):
-        processor._parallel_config = None
-    model._parallel_config = None
 
 
 def _stock_shares(model: nn.Module, family: Family) -> bool:
@@ -197,7 +189,7 @@ class Parallelism:
             hook.module_forward_metadata = metadata
         self._changed, self._splitting = [], []
 
-    def undo(self, model: nn.Module, originals: list[Any], stays_split: bool) -> None:
+    def undo(self, model: Any, originals: list[Any], stays_split: bool) -> None:
         """Leaves the model, with its ``originals`` back in place, as diffusers would have it; or, unless it ``stays_split``, whole where
         these cannot attend to a share."""
         self._restore()
@@ -208,8 +200,10 @@ class Parallelism:
         config, split = getattr(model, "_parallel_config", None), self._family.split
         shared = config is not None and config.context_parallel_config is not None
         if shared and not stays_split and split is not None and not _stock_shares(model, self._family):
-            _make_whole(model)
-            config = None
+            remove_context_parallel(model, _hooked(model))
+            for _, processor in _configured(model):
+                processor._parallel_config = None
+            config = model._parallel_config = None
         for processor in originals:
             # One that nothing was set on stays so: compiled blocks look at that.
             if getattr(processor, "_parallel_config", config) is not config:
@@ -247,7 +241,7 @@ def _checked(model: nn.Module, family: Family) -> None:
                          f"; {_HOW}")
 
 
-def _hooked(model: nn.Module) -> Plan:
+def _hooked(model: nn.Module) -> SplitPlan:
     """The plan that diffusers' hooks in the model carry out."""
     return {name: hook.metadata for module in model.modules() for name, hook in hooks_of(module)}
 

@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 CROSS_LENGTHS = ("its audio attends to the video through diffusers' own exchange, which has no right gradient for queries and keys of "
                  "different lengths")
 # As diffusers' `enable_parallelism(cp_plan=...)` takes it: by a module's name, which arguments or outputs are split and which gathered.
-Plan = dict[str, Any]
+SplitPlan = dict[str, Any]
+# A forward's arguments by name; what gives the state of the forward in progress; handles of what was registered on a model.
+Arguments = Mapping[str, Any]
+Call = Callable[[], CallState]
+Hooks = Iterable[RemovableHandle]
 
 
-def _no_hooks(model: nn.Module, call: Callable[[], CallState]) -> tuple[RemovableHandle, ...]:
+def _no_hooks(model: nn.Module, call: Call) -> Hooks:
     return ()
 
 
@@ -50,12 +54,12 @@ class Split:
         TypeError: a field of the wrong kind.
     """
 
-    plan: Plan | Callable[[nn.Module], Plan] = field(hash=False)
+    plan: SplitPlan | Callable[[nn.Module], SplitPlan] = field(hash=False)
     whole: tuple[str, ...] = ()
-    tokens: Callable[[Mapping[str, Any], int], int] | None = None
+    tokens: Callable[[Arguments, int], int] | None = None
     stock: bool = False
     trains: bool | str = True
-    hooks: Callable[[nn.Module, Callable[[], CallState]], Iterable[RemovableHandle]] = _no_hooks
+    hooks: Callable[[nn.Module, Call], Hooks] = _no_hooks
 
     def __post_init__(self) -> None:
         require_kind("Split.plan", self.plan, "a dict or a function", isinstance(self.plan, dict) or callable(self.plan))
@@ -66,7 +70,7 @@ class Split:
         require_kind("Split.trains", self.trains, "True, or a sentence that says why not",
                      self.trains is True or isinstance(self.trains, str) and len(self.trains) > 0)
 
-    def of(self, model: nn.Module) -> Plan:
+    def of(self, model: nn.Module) -> SplitPlan:
         """The plan of ``model``; ValueError where a list of which it wants the last block has just one."""
         plan = self.plan if isinstance(self.plan, dict) else self.plan(model)
         return {_counted(name, model): part for name, part in plan.items()}
@@ -97,11 +101,9 @@ def gathered() -> ContextParallelOutput:
     return ContextParallelOutput(gather_dim=1, expected_dims=3)
 
 
-def stock_plan(model: nn.Module) -> Plan:
+def stock_plan(model: Any) -> SplitPlan:
     """The plan that the model's own class has."""
-    kind: Any = type(model)
-    plan: Plan = kind._cp_plan
-    return plan
+    return type(model)._cp_plan
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, ContextParallelSplitHook | ContextParallelGatherHook]]:
@@ -142,11 +144,10 @@ class LeftOut:
     def __init__(self, metadata: Any) -> None:
         self._metadata = metadata
         self._names = list(inspect.signature(metadata._cls.forward).parameters)[1:]
-        # What diffusers finds out at the first call, which a compiler cannot trace.
+        # diffusers finds these places at the first call, in a way that a compiler cannot trace.
         metadata.cached_parameter_indices = {name: index for index, name in enumerate(self._names)}
 
     def _get_parameter_from_args_kwargs(self, name: str, args: tuple = (), kwargs: dict | None = None) -> tuple[Any, bool, int | None]:
         if name in self._names and name not in (kwargs or {}) and self._names.index(name) >= len(args):
             return None, False, None
-        found: tuple[Any, bool, int | None] = self._metadata._get_parameter_from_args_kwargs(name, args, kwargs)
-        return found
+        return self._metadata._get_parameter_from_args_kwargs(name, args, kwargs)

@@ -22,18 +22,14 @@ def require_changes(config: SSTAConfig | None, changes: Mapping[str, Any]) -> No
     if config is not None and not isinstance(config, SSTAConfig):
         hint = f"; presets are taken by name as preset={config!r}" if isinstance(config, str) else ""
         raise TypeError(f"config must be an SSTAConfig or None, got {type(config).__name__}{hint}")
-    _require_fields(changes)
-    if config is not None and changes:
-        raise ValueError("config must be left out where fields by keyword change the model's default, got one and "
-                         f"{', '.join(changes)}; dataclasses.replace(config, ...) changes those of a config")
-
-
-def _require_fields(changes: Iterable[str]) -> None:
     for name in changes:
         if name not in _FIELDS:
             raise TypeError(f"got an unexpected keyword {name!r}; those beside the function's own are fields of SSTAConfig: "
                             f"{', '.join(_FIELDS)}. Steps and layers that stay dense are fields of Schedule, as in "
                             "schedule=Schedule(dense_steps=0.1)")
+    if config is not None and changes:
+        raise ValueError("config must be left out where fields by keyword change the model's default, got one and "
+                         f"{', '.join(changes)}; dataclasses.replace(config, ...) changes those of a config")
 
 
 def changed(config: SSTAConfig, **changes: Any) -> SSTAConfig:
@@ -44,10 +40,8 @@ def changed(config: SSTAConfig, **changes: Any) -> SSTAConfig:
     those of its fields that neither ``changes`` nor this replaces.
 
     Raises:
-        TypeError: a keyword that is no field.
         TypeError, ValueError: what ``SSTAConfig`` raises, or a window (``kernel_thw``) where none is kept.
     """
-    _require_fields(changes)
     settled = dict(changes)
     if changes.get("density") is not None:
         settled = _BUDGET | settled

@@ -39,6 +39,9 @@ PRESETS: dict[str, float] = {
     "4 steps": 0.20,   # for 3 to 5 steps, all sparse; each is a larger part of the way, and time is short: 50 dB
 }
 
+# Names of those that families have of their own, which can be told without importing these.
+OWN_PRESETS = ("hunyuan_video_15_sparse",)
+
 
 def apply_preset(name: str, default: SSTAConfig) -> SSTAConfig:
     """What one of ``PRESETS`` makes of a model's default configuration, whose tiles and window stay."""

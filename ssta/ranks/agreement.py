@@ -31,7 +31,7 @@ WORDS_KEPT = 64
 
 Made = TypeVar("Made")
 # (name, value) of all that must be the same on all ranks.
-Facts = tuple[tuple[str, object], ...]
+AgreedFacts = tuple[tuple[str, object], ...]
 
 
 class Word(NamedTuple):
@@ -54,7 +54,7 @@ class Agreement:
     def __init__(self) -> None:
         # All that a rank knows of a call, by which it finds the call again; and by the facts that were compared, which of these they cover.
         self.calls: set[Hashable] = set()
-        self.facts: OrderedDict[Facts, list[Hashable]] = OrderedDict()
+        self.facts: OrderedDict[AgreedFacts, list[Hashable]] = OrderedDict()
         # How many words each of them has said.
         self.said = 0
 
@@ -108,7 +108,7 @@ def settle(groups: Sequence[ProcessGroup], call: Hashable, facts: Callable[[], d
         known.facts[key].append((others, call))
 
 
-def agree(groups: Sequence[ProcessGroup], facts: dict[str, object], known: Collection[Facts] = ()) -> None:
+def agree(groups: Sequence[ProcessGroup], facts: dict[str, object], known: Collection[AgreedFacts] = ()) -> None:
     """Waits for what all ranks say, and raises on every one of them what is wrong on one, or facts that are not the same.
 
     Args:
@@ -171,7 +171,7 @@ def _say(group: ProcessGroup, words: Sequence[Word]) -> int:
     return number
 
 
-def _news(facts: dict[str, object], known: Collection[Facts]) -> str:
+def _news(facts: dict[str, object], known: Collection[AgreedFacts]) -> str:
     """What of ``facts`` is not as in those of ``known`` that are most like them."""
     like = dict(max(known, key=lambda of: len(set(of) & set(facts.items())), default=()))
     return ", ".join([f"{name} = {told(value)}" + (f" where it was {told(like[name])}" if name in like else "")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels import Deferred
 from ..kernels.memo import remember_plain
-from .runs import Place
+from .runs import RunPlace
 from .world import in_graph
 
 if TYPE_CHECKING:
@@ -68,16 +68,16 @@ class Incoming:
         # A graph has nothing else to take them from.
         self._parts = parts if self._buffer is None else []
 
-    def _into(self, place: Place) -> Tensor:
+    def _into(self, place: RunPlace) -> Tensor:
         assert self._buffer is not None
         return self._buffer.narrow(0, place.start, place.length)
 
-    def _exchange(self, shards: Shards, xs: Sequence[Tensor | Deferred], deals: Deals, place: Place) -> Collective:
+    def _exchange(self, shards: Shards, xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace) -> Collective:
         comes = [count * prod(self._width) for count in place.held]
         return Collective(shards.group, _sent(xs, deals, place, shards), comes, self._goes(shards, deals, place),
                         None if self._buffer is None else self._into(place))
 
-    def _goes(self, shards: Shards, deals: Deals, place: Place) -> list[int]:
+    def _goes(self, shards: Shards, deals: Deals, place: RunPlace) -> list[int]:
         return [place.held[shards.rank] * self._width[0] * total * self._width[2] for total in _totals(deals)]
 
     @property
@@ -163,12 +163,12 @@ def send_packets(shards: Shards, packets: Tensor, deal: tuple[int, ...]) -> Tens
 
 
 @remember_plain
-def packet_spans(places: tuple[Place, ...], ranks: int) -> tuple[tuple[int, int], ...]:
+def packet_spans(places: tuple[RunPlace, ...], ranks: int) -> tuple[tuple[int, int], ...]:
     """(first token, tokens) of what each rank is sent, one after the other: its shares, and what is whole."""
     return tuple([(place.start + (sum(place.held[:to]) if place.shared else 0), place.held[to]) for to in range(ranks) for place in places])
 
 
-def _return_packets(shards: Shards, packets: Tensor, deals: Deals, places: Sequence[Place]) -> list[Tensor]:
+def _return_packets(shards: Shards, packets: Tensor, deals: Deals, places: Sequence[RunPlace]) -> list[Tensor]:
     """Packets ``[tokens of all, B, own heads of all tensors, D]`` -> each tensor's ``[B, own tokens of places, H, D]``."""
     rank, totals, (_, batch, width, dim) = shards.rank, _totals(deals), packets.shape
     counts = [sum([place.held[to] for place in places]) for to in range(shards.ranks)]
@@ -234,7 +234,7 @@ def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int) -> Ten
     return torch.cat([torch.cat([parts[to] for parts in dealt], 2).flatten() for to in range(ranks)])
 
 
-def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: Place, shards: Shards) -> Tensor:
+def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace, shards: Shards) -> Tensor:
     """A shared run's packets, flat."""
     x, held = xs[0], place.held[shards.rank]
     if isinstance(x, Deferred):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
 # For each run the tokens that each place of a ring has, or just its own number of tokens where it stays as it is.
-Counts = tuple[tuple[int, ...], ...]
+TokensByPlace = tuple[tuple[int, ...], ...]
 
 
 class Pieces(NamedTuple):
@@ -41,19 +41,19 @@ class Pieces(NamedTuple):
 
     runs: tuple[Run, ...]
     rows: Spans
-    gathered: Counts
-    joined: Counts | None
+    gathered: TokensByPlace
+    joined: TokensByPlace | None
 
 
 @remember_plain
 def pieces_of(runs: tuple[Run, ...], size: int, place: int, width: int) -> Pieces:
-    """Of the place ``place`` in a ring of ``size``, at each of whose places ``width`` ranks exchange heads."""
+    """The pieces of place ``place`` in a ring of ``size`` places, at each of which ``width`` ranks exchange heads."""
     places = held_by(runs, size * width, place * width).places
     held = [tuple([sum(of.held[width * at:width * (at + 1)]) for at in range(size)]) if of.shared else deal(of.length, size)
             for of in places]
     own = tuple([Run(counts[place], True) if run.shared else run for run, counts in zip(runs, held)])
     rows = tuple([(of.start + sum(counts[:place]), counts[place]) for of, counts in zip(places, held)])
-    # What is whole is whole already, but for its rows.
+    # A run that is not shared is on every rank already; only its rows need to be joined.
     gathered = tuple([counts if run.shared else (run.length,) for run, counts in zip(runs, held)])
     joined = None if size == 1 or all([run.shared for run in runs]) else tuple(
         [(counts[place],) if run.shared else counts for run, counts in zip(runs, held)])
@@ -136,12 +136,12 @@ def shares_of(group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, spli
     return Shards.of(group, layout, split)
 
 
-def _gather(rings: Rings, xs: Sequence[Tensor], counts: Counts) -> tuple[Tensor, ...]:
+def _gather(rings: Rings, xs: Sequence[Tensor], counts: TokensByPlace) -> tuple[Tensor, ...]:
     """Parts of runs, gathered: tensors ``[B, H_r, own parts, D]`` -> ``[B, H_r, all parts, D]``, differentiable."""
     return _Gather.apply(rings, counts, *xs) if recorded(*xs) else _gathered(rings, xs, counts)
 
 
-def _gathered(rings: Rings, xs: Sequence[Tensor], counts: Counts) -> tuple[Tensor, ...]:
+def _gathered(rings: Rings, xs: Sequence[Tensor], counts: TokensByPlace) -> tuple[Tensor, ...]:
     joined = torch.cat([x.permute(2, 0, 1, 3) for x in xs], 2)
     parts = list(joined.split([of[rings.place] if len(of) > 1 else of[0] for of in counts]))
     moved = [number for number, of in enumerate(counts) if len(of) > 1]
@@ -152,7 +152,7 @@ def _gathered(rings: Rings, xs: Sequence[Tensor], counts: Counts) -> tuple[Tenso
     return tuple([part.permute(1, 2, 0, 3) for part in torch.cat(parts).split([x.shape[1] for x in xs], 2)])
 
 
-def _returned(rings: Rings, xs: Sequence[Tensor], counts: Counts) -> list[Tensor]:
+def _returned(rings: Rings, xs: Sequence[Tensor], counts: TokensByPlace) -> list[Tensor]:
     """The adjoint: what the ranks of a ring have of the gradients of one another's parts, summed over the ring, rank after rank."""
     joined = torch.cat([x.permute(2, 0, 1, 3) for x in xs], 2)
     parts = list(joined.split([sum(of) for of in counts]))
@@ -165,11 +165,11 @@ def _returned(rings: Rings, xs: Sequence[Tensor], counts: Counts) -> list[Tensor
 
 
 def _swap(rings: Rings, packets: list[list[Tensor]], comes: list[tuple[int, ...]], like: Tensor) -> list[Tensor]:
-    """Of each run what comes from the places of the ring, ``[tokens of all, *like.shape[1:]]``.
+    """What comes from the places of the ring for each run, ``[tokens of all, *like.shape[1:]]``.
 
     Args:
-        packets: of each run what goes to each place, flat.
-        comes: of each run how many tokens come from each.
+        packets: what goes to each place for each run, flat.
+        comes: how many tokens come from each place for each run.
     """
     width = prod(like.shape[1:])
     if in_graph(like):
@@ -182,7 +182,7 @@ def _swap(rings: Rings, packets: list[list[Tensor]], comes: list[tuple[int, ...]
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rings: Rings, counts: Counts, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, rings: Rings, counts: TokensByPlace, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.rings, ctx.counts = rings, counts
         return _gathered(rings, xs, counts)
 

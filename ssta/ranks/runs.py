@@ -41,7 +41,7 @@ class Run:
         return deal(self.length, ranks) if self.shared else (self.length,) * ranks
 
 
-class Place(NamedTuple):
+class RunPlace(NamedTuple):
     """Where a run lies: its first token in the sequence, and in this rank's; how many of its tokens each rank has."""
 
     length: int
@@ -51,23 +51,23 @@ class Place(NamedTuple):
     held: tuple[int, ...]
 
 
-class Held(NamedTuple):
+class HeldTokens(NamedTuple):
     """What ranks hold of a sequence; see ``Shares``."""
 
-    places: tuple[Place, ...]
+    places: tuple[RunPlace, ...]
     length: int
     lengths: tuple[int, ...]
     local_length: int
 
 
 @remember_plain
-def held_by(runs: tuple[Run, ...], ranks: int, rank: int) -> Held:
+def held_by(runs: tuple[Run, ...], ranks: int, rank: int) -> HeldTokens:
     places, start, local = [], 0, 0
     for run in runs:
         held = run.held(ranks)
-        places.append(Place(run.length, run.shared, start, local, held))
+        places.append(RunPlace(run.length, run.shared, start, local, held))
         start, local = start + run.length, local + held[rank]
-    return Held(tuple(places), start, tuple([sum(held) for held in zip(*[place.held for place in places])]), local)
+    return HeldTokens(tuple(places), start, tuple([sum(held) for held in zip(*[place.held for place in places])]), local)
 
 
 def runs_of(layout: TokenLayout, split: str) -> tuple[Run, ...]:

@@ -13,7 +13,7 @@ from ..kernels import Deferred
 from ..spec import LayerSpec, Peers
 from .agreement import refuse, settle
 from .exchange import Deals, Exchange, Incoming, ToHeads
-from .runs import Held, Place, Run, dealt, held_by
+from .runs import HeldTokens, Run, RunPlace, dealt, held_by
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,13 +40,13 @@ class Shares:
     runs: tuple[Run, ...]
     ranks: int
     rank: int
-    places: tuple[Place, ...] = field(init=False, repr=False, compare=False)
+    places: tuple[RunPlace, ...] = field(init=False, repr=False, compare=False)
     length: int = field(init=False, repr=False, compare=False)
     lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
     local_length: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, value in zip(Held._fields, held_by(self.runs, self.ranks, self.rank)):
+        for name, value in zip(HeldTokens._fields, held_by(self.runs, self.ranks, self.rank)):
             object.__setattr__(self, name, value)
 
     @property
@@ -160,7 +160,7 @@ class Sent:
 
     @property
     def memory(self) -> Tensor:
-        """Of one tensor that ``waits``: what ``wait`` is going to give, which holds nothing yet."""
+        """The one tensor that ``wait`` is going to give, which holds nothing yet."""
         assert self._incoming is not None, "it was waited for"
         return self._incoming.memory[0]
 

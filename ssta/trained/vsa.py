@@ -136,7 +136,7 @@ def _row_budget(config: SSTAConfig, topk: int) -> SSTAConfig:
 
 
 def _run_means(x: Any, runs: Iterable[TiledSegment]) -> list[Tensor]:
-    """Of each dense run of ``[B, H, S, D]`` the means of its tiles, in x's dtype."""
+    """The means of the tiles of each dense run of x ``[B, H, S, D]``, in x's dtype."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return [block_means(x.narrow(2, run.first_token, run.extent[2]), run.tile[2], wide).to(x.dtype) for run in runs]
 

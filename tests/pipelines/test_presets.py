@@ -10,8 +10,9 @@ from tiny_pipelines import PIPELINES, latents
 
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule, apply_ssta
-from ssta.pipelines.patch.family import family_of, preset_names, preset_settings
-from ssta.pipelines.schedule.presets import PRESETS
+from ssta.pipelines.families import PLACES
+from ssta.pipelines.patch.family import _registered, family_of, preset_names, preset_settings
+from ssta.pipelines.schedule.presets import OWN_PRESETS, PRESETS
 
 
 @pytest.mark.parametrize("name", list(TINY))
@@ -36,6 +37,10 @@ def test_the_default_is_one_of_them_and_a_schedule_may_be_another():
         default = handle.config
     with apply_ssta(pipe, preset="balanced", schedule=Schedule.warm_up()) as handle:
         assert handle.config == default and handle.schedule == Schedule.warm_up()
+
+
+def test_names_of_families_own_presets_are_known_without_their_code():
+    assert set(OWN_PRESETS) == {name for model in PLACES for name in _registered(model).presets}
 
 
 def test_variants_keep_their_tiles():

@@ -46,7 +46,12 @@ def by_kernel(monkeypatch):
 def materialized(*queries, heads, across_heads=False, impl="triton"):
     """q of these streams, by Triton's kernel also on a CPU, where its interpreter runs it; k and v have nothing that a kernel would do."""
     plain = [Stream(queries[0].projected)]
-    return streams.joined(queries, plain, plain, heads=heads, across_heads=across_heads, norms=NORMS, impl=impl)[0]
+    return made(streams.joined((queries, plain, plain), heads=heads, across_heads=across_heads, norms=NORMS, impl=impl)[0])
+
+
+def made(x):
+    """``[B, S, H, D]``, deferred or not."""
+    return x.materialize().transpose(1, 2) if isinstance(x, Deferred) else x
 
 
 def norm_of(kind, channels, dtype):
@@ -93,7 +98,7 @@ def test_the_kernel_does_what_the_modules_do(by_kernel, case, dtype):
 def test_one_of_them_by_itself_is_the_same(by_kernel, case):
     parts = stream_of(case, 37, torch.float16), stream_of((case[0], case[1], None), 5, torch.float16)
     options = dict(heads=HEADS, across_heads=case[1], norms=NORMS, impl="triton")
-    assert torch.equal(streams.finished(parts, **options).materialize().transpose(1, 2), streams.joined(parts, parts, parts, **options)[0])
+    assert torch.equal(made(streams.joined((parts,), **options)[0]), made(streams.joined((parts,) * 3, **options)[0]))
 
 
 def test_views_and_no_tokens(by_kernel):
@@ -119,7 +124,7 @@ def tiled(case, padding, dtype, heads=HEADS, dim=DIM):
     parts = stream_of(case, video, dtype, heads, dim), stream_of((case[0], case[1], None), text, dtype, heads, dim)
     layout = tile_layout(LAYOUT, (2, 2, 3), padding, DEVICE)
     options = dict(heads=heads, across_heads=case[1])
-    (q, k, _) = streams.joined(parts, parts, [Stream(part.projected) for part in parts], **options, norms=NORMS, impl="triton", tiles=True)
+    q, k, _ = streams.joined((parts, parts, [Stream(part.projected) for part in parts]), **options, norms=NORMS, impl="triton")
     assert isinstance(q, Deferred) and q.shape == k.shape == (2, heads, LAYOUT.length, dim) and q.dtype == dtype
     found = q.gather_blocks(layout.source, layout.offsets, layout.num_video_tiles)
     assert found[0].stride()[1:] == (dim, dim * heads, 1), "in the projections' memory order"
@@ -217,7 +222,7 @@ def test_other_norms_and_who_else_is_left_to_the_modules(by_kernel):
 def test_a_norm_that_the_family_does_not_name_is_called(by_kernel):
     x, norm, angles, *_ = stream_of(CASES[0], 8, torch.float16)
     plain = [Stream(x)]
-    found = streams.joined([Stream(x, norm, angles)], plain, plain, heads=HEADS, impl="triton")[0]
+    found = made(streams.joined(([Stream(x, norm, angles)], plain, plain), heads=HEADS, impl="triton")[0])
     assert not by_kernel
     same(materialized(Stream(x, norm, angles), heads=HEADS), found)
     assert len(by_kernel) == 1

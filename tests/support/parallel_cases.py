@@ -341,8 +341,9 @@ def on_gpus(rank, ranks):
 
     def attend(over=None, selection=None):
         given, loss = (qkv, weight) if over is None else (own, local(weight, shards))
-        out, selection, *_ = attend_layer(*given, layout, settings, text_mask=text_mask, selection=selection, shares=over)
-        return [out.detach(), *torch.autograd.grad((out[:, :, :-77] * loss[:, :, :-77]).sum(), given)], selection
+        result = attend_layer(*given, layout, settings, text_mask=text_mask, selection=selection, shares=over)
+        gradients = torch.autograd.grad((result.out[:, :, :-77] * loss[:, :, :-77]).sum(), given)
+        return [result.out.detach(), *gradients], result.selection
 
     expected, blocks = attend()
     errors = {}

@@ -52,12 +52,12 @@ class Options:
         return self.heads // self.kv_heads if block < ENOUGH_ROWS else 1
 
     def listed(self, lists: BlockLists, kv_len: int) -> tuple[Tensor, Tensor] | None:
-        """``Plan.listed``."""
+        """``WrapperPlan.listed``."""
         return listed_keys(lists, kv_len) if self.causal else None
 
 
 @dataclass(frozen=True)
-class Plan:
+class WrapperPlan:
     """A pattern and everything else that running it needs; q, k and v ``[B, S, H, D]`` or as ``layout`` says."""
 
     blocks: BlockLists         # over rows of ``packed`` query heads to a token
@@ -74,7 +74,7 @@ class Plan:
     page: tuple[int, str] | None = None          # entries of a cache's page, and "NHD" or "HND"
 
     def with_options(self, pos_encoding_mode: str, use_fp16_qk_reduction: bool, logits_soft_cap: float | None,
-                     sm_scale: float | None) -> Plan:
+                     sm_scale: float | None) -> WrapperPlan:
         """This plan with other options, as planned where None."""
         of = self.options
         return replace(self, options=Options.checked(
@@ -166,7 +166,7 @@ class Plan:
 def plan_bsr(
     indptr: Tensor | None, indices: Tensor | None, M: int, N: int, R: int, C: int, mask: Tensor | None, packed_mask: Tensor | None,
     block_mask: Tensor | None, options: Options, dtype: torch.dtype, o_dtype: torch.dtype, non_blocking: bool, device: torch.device,
-) -> Plan:
+) -> WrapperPlan:
     """The plan of block-sparse rows, or of a mask of blocks for every head. Reads indptr and indices back."""
     heads, kv_heads, head_dim = options.heads, options.kv_heads, options.head_dim
     if N % C:
@@ -184,7 +184,7 @@ def plan_bsr(
             raise ValueError(f"block_mask must be [{heads} or {kv_heads}, {rows}, {columns}], got shape {tuple(block_mask.shape)}")
         packed = options.packed(R) if block_mask.shape[0] == kv_heads else 1
         lists = BlockLists.from_mask(block_mask.to(device, non_blocking=non_blocking), R * packed, C)
-        return Plan(lists, packed, **shapes, listed=options.listed(lists, N))
+        return WrapperPlan(lists, packed, **shapes, listed=options.listed(lists, N))
     indptr, indices = _integer_row("indptr", indptr), _integer_row("indices", indices)
     longest = _check_bsr(indptr, indices, rows, columns)
     indptr, indices = (x.to(device, non_blocking=non_blocking) for x in (indptr, indices))
@@ -199,11 +199,12 @@ def plan_bsr(
     packed = options.packed(R)
     lists = BlockLists.from_bsr(indptr, indices, R * packed, C, num_kv_blocks=columns, capacity=longest)
     if mask is not None:
-        return Plan(lists, packed, **shapes, mask=mask, first_entry=indptr[:-1].int())
-    return Plan(lists, packed, **shapes, listed=options.listed(lists, N))
+        return WrapperPlan(lists, packed, **shapes, mask=mask, first_entry=indptr[:-1].int())
+    return WrapperPlan(lists, packed, **shapes, listed=options.listed(lists, N))
 
 
-def plan_block_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block_size: int | None, options: Options, device: torch.device) -> Plan:
+def plan_block_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block_size: int | None, options: Options, device: torch.device
+                    ) -> WrapperPlan:
     """The plan of the loose form, by tensors like those that run: q ``[B, S, heads, head_dim]``, mask ``[B, Nq, Nk]``."""
     heads, kv_heads, head_dim = options.heads, options.kv_heads, options.head_dim
     size = require_int("block_size", block_size, 1)
@@ -224,14 +225,14 @@ def plan_block_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block_size: i
                          f"got shape {tuple(mask.shape)}")
     packed = options.packed(size) if mask.dim() == 2 or mask.shape[1] in (1, kv_heads) else 1
     lists = BlockLists.from_mask(mask.to(device), size * packed, size)
-    return Plan(lists, packed, tuple(q.shape), tuple(k.shape), "BNHD", q.dtype, q.dtype, options,
-                listed=options.listed(lists, k.shape[1]))
+    return WrapperPlan(lists, packed, tuple(q.shape), tuple(k.shape), "BNHD", q.dtype, q.dtype, options,
+                       listed=options.listed(lists, k.shape[1]))
 
 
 def plan_variable(
     block_mask: Tensor, row_sizes: Tensor, column_sizes: Tensor, options: Options, dtype: torch.dtype, non_blocking: bool,
     device: torch.device,
-) -> Plan:
+) -> WrapperPlan:
     """The plan of blocks of any sizes. Reads the bounds of the sizes back, all at once."""
     kv_heads, head_dim = options.kv_heads, options.head_dim
     require_values("block_mask_map", require_mask("block_mask_map", block_mask))
@@ -254,8 +255,8 @@ def plan_variable(
         lengths.append(most_sum)
     lists = BlockLists.from_mask(block_mask.to(device, non_blocking=non_blocking), *offsets, max_q_length=longest[0],
                                  max_kv_length=longest[1])
-    return Plan(lists, 1, (options.heads, lengths[0], head_dim), (kv_heads, lengths[1], head_dim), "HND", dtype, dtype, options,
-                listed=options.listed(lists, lengths[1]))
+    return WrapperPlan(lists, 1, (options.heads, lengths[0], head_dim), (kv_heads, lengths[1], head_dim), "HND", dtype, dtype, options,
+                       listed=options.listed(lists, lengths[1]))
 
 
 def planned_dtype(data_type: str | torch.dtype, kv_data_type: str | torch.dtype | None, device: torch.device,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...checks import require_bool, require_int, require_integers
 from ...routing import IMPLEMENTATIONS
-from .plan import Options, Plan, bsr_places, plan_block_mask, plan_bsr, plan_variable, planned_dtype
+from .plan import Options, WrapperPlan, bsr_places, plan_block_mask, plan_bsr, plan_variable, planned_dtype
 
 # FlashInfer's names for its own kernels, which choose nothing here.
 UPSTREAM_BACKENDS = ("auto", "fa2", "fa3", "cutile", "vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64", "vsa_blackwell",
@@ -60,7 +60,7 @@ class _Wrapper:
         self._kv_layout = kv_layout
         self.reset_workspace_buffer(float_workspace_buffer)
         self._impl = backend if backend in BACKENDS else "auto"
-        self._plan: Plan | None = None
+        self._plan: WrapperPlan | None = None
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor | None = None) -> None:
         """Works from now on where ``float_workspace_buffer`` lies. The second buffer is FlashInfer's; none is needed here."""
@@ -73,7 +73,7 @@ class _Wrapper:
             raise ValueError("kv_layout must be 'NHD' without pages of a cache, got 'HND'; transpose keys and values instead, which costs "
                              "nothing")
 
-    def _planned(self) -> Plan:
+    def _planned(self) -> WrapperPlan:
         if self._plan is None:
             raise RuntimeError("plan() must be called before run()")
         return self._plan

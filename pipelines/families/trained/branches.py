@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ...patch.family import Family, Site, family_of
 from ...patch.installation import processors_for, require_bare, sites_of
 from ...schedule.progress import Progress
 from ...schedule.schedule import Schedule
-from .checkpoint import Found, Weights, find_tensors
+from .checkpoint import FoundTensors, Weights, find_tensors
 
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -78,17 +77,11 @@ def apply_branch(
             sites, _found(weights, module, name, names, branch), branch)
         context = ModelContext(module, family, config, schedule, progress, impl)
         context.method = branch.method
-        replacements = processors_for(context, [replace(site, replacement=partial(_with_method, site.replacement, branch.attend))
-                                                for site in sites])
+        replacements: Any = processors_for(context, sites)
+        for _, processor in replacements:
+            processor.method = branch.attend
         plans.append((name, module, context, replacements, layers))
     return install_all(plans)
-
-
-def _with_method(make: Callable[[ModelContext], BranchedProcessor], attend: Callable[..., Tensor], context: ModelContext
-                 ) -> BranchedProcessor:
-    processor = make(context)
-    processor.method = attend
-    return processor
 
 
 def _sites(family: Family, model: nn.Module, branch: Branch) -> list[Site]:
@@ -108,7 +101,7 @@ def _sites(family: Family, model: nn.Module, branch: Branch) -> list[Site]:
 
 def _found(
     weights: Weights | Mapping[str, Weights] | None, model: nn.Module, name: str, names: Sequence[str], branch: Branch,
-) -> Found:
+) -> FoundTensors:
     """The branch's tensors for one of the pipeline's transformers."""
     own: Any = weights
     if weights is None:
@@ -125,7 +118,7 @@ def _found(
     return find_tensors(own, name, branch.pattern)
 
 
-def _layers(sites: Sequence[Site], found: Found, branch: Branch) -> dict[str, nn.Linear]:
+def _layers(sites: Sequence[Site], found: FoundTensors, branch: Branch) -> dict[str, nn.Linear]:
     """The trained layer of each site, by the name of the module that it will be."""
     blocks = {site.name.rpartition(".")[0]: site for site in sites}
     tensors: dict[tuple[str, str], Tensor] = {}

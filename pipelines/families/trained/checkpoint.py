@@ -20,7 +20,7 @@ _ON_THE_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundTensors:
     """The tensors whose names match, and for a message the names of some others, and from where."""
 
     tensors: dict[str, Tensor]
@@ -33,7 +33,7 @@ class Found:
         return f"{number} tensors{' such as ' + listed if listed else ''} in {self.source}"
 
 
-def find_tensors(weights: Weights, component: str, pattern: re.Pattern, own: bool = True) -> Found:
+def find_tensors(weights: Weights, component: str, pattern: re.Pattern, own: bool = True) -> FoundTensors:
     """The tensors of ``weights`` in whose names ``pattern`` is found.
 
     Args:
@@ -61,26 +61,26 @@ def find_tensors(weights: Weights, component: str, pattern: re.Pattern, own: boo
         found = _of_file(file, pattern)
         tensors |= found.tensors
         others += found.others
-    return Found(tensors, others, str(path))
+    return FoundTensors(tensors, others, str(path))
 
 
-def _of_mapping(state: Mapping, pattern: re.Pattern, source: str) -> Found:
+def _of_mapping(state: Mapping, pattern: re.Pattern, source: str) -> FoundTensors:
     wrong = next((name for name, x in state.items() if not isinstance(name, str) or not isinstance(x, Tensor)), None)
     if wrong is not None:
         raise TypeError(f"weights must map names to tensors, got {wrong!r}: {type(state[wrong]).__name__} in {source}")
     matching = {name: x for name, x in state.items() if pattern.search(name)}
-    return Found(matching, [name for name in state if name not in matching], source)
+    return FoundTensors(matching, [name for name in state if name not in matching], source)
 
 
-def _of_file(file: Path, pattern: re.Pattern) -> Found:
+def _of_file(file: Path, pattern: re.Pattern) -> FoundTensors:
     try:
         if file.suffix == ".safetensors":
             from safetensors import safe_open
 
             with safe_open(file, framework="pt") as opened:
                 names = list(opened.keys())
-                return Found({name: opened.get_tensor(name) for name in names if pattern.search(name)},
-                             [name for name in names if not pattern.search(name)], str(file))
+                return FoundTensors({name: opened.get_tensor(name) for name in names if pattern.search(name)},
+                                    [name for name in names if not pattern.search(name)], str(file))
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise ValueError(f"weights must be files of tensors, got {str(file)!r}, which cannot be read: {error}") from error
