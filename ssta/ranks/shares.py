@@ -70,13 +70,28 @@ class Shares:
 
     def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, spec: LayerSpec, note: Callable[[str], object]
                  ) -> Exchange:
-        """q, k and v for a layer of one process, and the way back.
+        """``exchanged`` of ranks that agree."""
+        raise NotImplementedError
+
+    def exchanged(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, spec: LayerSpec, text_mask: object,
+                  note: Callable[[str], object]) -> Exchange:
+        """q, k and v for a layer of one process, and the way back, once the ranks agree on what they attend to.
 
         Args:
+            query, key, value: this rank's ``[B, H, S_r, D]``, or all three as ``start`` sent them; checked.
             spec: the layer of all ranks together.
             note: called with "arrived" once what comes is being waited for.
+
+        Raises:
+            TypeError, ValueError: what the ranks were not given alike, and what another one refused.
         """
-        raise NotImplementedError
+        batch, unmasked = query.shape[0], text_mask is None
+        self.agreed(None if spec.config.holds_functions else (spec, batch, unmasked), lambda: {
+            "layout": spec.layout, "query's batch, heads and head_dim": (batch, spec.heads, spec.head_dim), "key's heads": spec.kv_heads,
+            "dtype": spec.dtype, "device": spec.device.type, "config": spec.config, "scale": spec.scale,
+            "deterministic": spec.deterministic, "impl": spec.impl, "gradients": spec.recorded,
+            "text_mask": "none" if unmasked else "given"})
+        return self.exchange(query, key, value, spec, note)
 
     def deal_heads(self, total: int, key_heads: int | None = None) -> tuple[int, ...]:
         """How many of ``total`` heads each of the ranks has that exchange heads. ``key_heads``: of grouped-query attention, whose key heads
