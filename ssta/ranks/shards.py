@@ -132,6 +132,17 @@ class Shards(Shares):
             "x's batch", "x's heads", "x's head_dim", "x's dtype", "x's device", "heads of all ranks", "gradients"), call)))
         return self._send(xs, deals)
 
+    @overload
+    def to_all(self, x: Tensor, /) -> Tensor: ...
+
+    @overload
+    def to_all(self, x: Tensor, /, *xs: Tensor) -> tuple[Tensor, ...]: ...
+
+    def to_all(self, *xs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """A rank's tokens, gathered with those of the others, which have the same heads: ``[B, H, S_r, D]`` -> ``[B, H, S, D]``. As
+        ``to_heads``, of which every rank gets all heads."""
+        return self._send(xs, tuple([(x.shape[1],) * self.ranks for x in xs])).wait()
+
     def _send(self, xs: tuple[Tensor | Deferred, ...], deals: Deals) -> Sent:
         only = xs[0] if len(xs) == 1 else None
         if isinstance(only, Deferred) and only.ready is None and len(set(deals[0])) == 1:
