@@ -241,12 +241,12 @@ class Layer:
         held = tiled.held
         active, lengths = left if held is None else (None, held.lengths)
         useful = None if estimates is None else estimates.useful
-        if self.budget is None:
-            return self.fixed.selection(self.backend, active, lengths, useful)
-        scores = self.score(tiled, estimates)
-        budget = self.budget(scores)
-        if held is not None and held.k_per_row is not None:
-            budget = budget._replace(k_per_row=held.k_per_row)
+        scores = budget = None
+        if self.budget is not None:
+            scores = self.score(tiled, estimates)
+            budget = self.budget(scores)
+            if held is not None and held.k_per_row is not None:
+                budget = budget._replace(k_per_row=held.k_per_row)
         return self.fixed.chosen(self.backend, scores, budget, self.room, active, lengths, useful)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, Route]:

@@ -52,7 +52,7 @@ class Facts:
             k_means = descriptors(k, layer.kv_tiles, config.pool_cells)
         if config.mask_share_within_head:
             if layer.spec.peers is not None:
-                from .ranks.heads import all_heads
+                from .ranks.shards import all_heads
 
                 # The heads themselves and not their sums, so that the means are the same bits on all ranks and in one process.
                 q_means, k_means = all_heads(layer.spec.peers, q_means, k_means)
@@ -97,6 +97,15 @@ def tile_means(x: Tensor, layout: TileLayout, adaptive_pool: tuple[int, int, int
     grids = [_pool_grid(x.narrow(2, segment.first_slot, segment.num_slots), segment.padded, segment.tile, adaptive_pool)
              for segment in layout.video]
     return torch.cat(grids, 2)
+
+
+def block_means(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """``[B, H, S, D]`` -> ``[B, H, ceil(S / size), D]``; the last block may be shorter."""
+    whole = x.shape[2] // size * size
+    means = [x[:, :, :whole].unflatten(2, (-1, size)).mean(3, dtype=dtype)] if whole else []
+    if whole < x.shape[2]:
+        means.append(x[:, :, whole:].mean(2, keepdim=True, dtype=dtype))
+    return torch.cat(means, 2)
 
 
 def _pool_grid(x: Tensor, extent: tuple[int, int, int], tile: tuple[int, int, int], cells: tuple[int, int, int] | None) -> Tensor:

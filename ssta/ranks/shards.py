@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, overload
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels import Deferred
 from ..sequence import TokenLayout
-from ..spec import LayerSpec
+from ..spec import LayerSpec, Peers
 from .exchange import Deals, Exchange, Incoming, ToTokens, packet_spans, send_packets, send_tokens
 from .group import resolve_group
-from .runs import runs_of
+from .runs import Run, runs_of
 from .shares import Sent, Shares, check_sent, own_spec
 from .world import in_graph, recorded
 
@@ -188,3 +189,14 @@ class Shards(Shares):
                 raise ValueError(f"tensors that are exchanged together must be alike in batch, head_dim, dtype and device, got "
                                  f"{tuple(like.shape)} {like.dtype} {like.device} and {tuple(x.shape)} {x.dtype} {x.device}")
         return tuple([self.deal_heads(x.shape[1], key_heads) for x in xs])
+
+
+def all_heads(peers: Peers, q_means: Tensor, k_means: Tensor) -> tuple[Tensor, Tensor]:
+    """What each rank has of its heads, of all: ``[B, H_r, N, C]`` -> ``[B, H, N, C]``, and so of key heads. Without gradients."""
+    group = dist.distributed_c10d._resolve_process_group(peers.group)  # type: ignore[arg-type]
+    own, keys = (Shards((Run(x.shape[2], False),), group.size(), group.rank(), group) for x in (q_means, k_means))
+    if own.ranks == 1:
+        return q_means, k_means
+    q, = send_tokens(own, (q_means,), (own.deal_heads(peers.heads, peers.kv_heads),), gather=True)
+    k, = send_tokens(keys, (k_means,), (own.deal_heads(peers.kv_heads),), gather=True)
+    return q.contiguous(), k.contiguous()

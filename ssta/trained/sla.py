@@ -27,9 +27,9 @@ from ..inputs import check_tensors
 from ..kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
 from ..kernels.checks import DTYPES, autocast_inputs, check_tensor, require_bool, require_int, resolve_scale, without_autocast
 from ..result import Found, LayerResult
+from ..scoring import block_means
 from ..selection import Selection
 from ..sequence import DenseRun, TokenLayout
-from .blocks import block_means
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1), "elu": lambda x: functional.elu(x) + 1, "relu": functional.relu}

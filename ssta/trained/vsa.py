@@ -36,9 +36,9 @@ from ..kernels.checks import autocast_inputs, check_tensor, require_int
 from ..kernels.memo import remember, remember_plain
 from ..layout import Input, checked_layout, heads_by_row
 from ..result import LayerResult
+from ..scoring import block_means
 from ..selection import Selection
 from ..sequence import DenseRun, TokenLayout
-from .blocks import block_means
 
 # The tile that the published checkpoints were trained with.
 TILE = (4, 4, 4)
