@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,14 +33,6 @@ class Memory:
         with torch.inference_mode(False), torch.no_grad(), on_device(torch.empty(0, device=spec.device)):
             self.storage: Storage = self.layer.new(batch)
             self.raw_sink = self.storage.k.new_zeros(batch, spec.kv_heads, tokens, spec.head_dim) if rotary and tokens else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "storage": self.storage.tensors}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        # A pickle does not know which tensors are parts of others.
-        self.storage = self.layer.storage(state["storage"])
 
     @property
     def kind(self) -> Kind:

@@ -110,6 +110,8 @@ class Ring:
         tiles: the memory cut into tiles, which come in this order: those of each page, the chunk's, the sink's, the text's.
         areas: int64 ``[layer_tiles]``, tokens of a frame in each tile of a page.
         starts: int64 ``[layer_tiles]``, where each tile of a page begins in it.
+        parts: tokens of all pages, of the chunk at hand, of the sink, of the text.
+        page_tiles: tiles of all pages.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
@@ -117,6 +119,8 @@ class Ring:
         self.tiles = checked_layout(geometry.kv_layout, geometry.tile, "none", device)
         self.areas = checked_layout(TokenLayout((VideoGrid(*geometry.thw(1)),)), (1, *geometry.tile[1:]), "none", device).lengths.long()
         self.starts = (self.areas.cumsum(0) - self.areas) * geometry.tile[0]
+        self.parts = geometry.pages * geometry.page_tokens, geometry.chunk * geometry.frame, geometry.sink * geometry.frame, geometry.text
+        self.page_tiles = geometry.pages * geometry.layer_tiles
         self.order = torch.arange(geometry.pages, device=device)
         # How many tokens of their run lie before the tiles of sink and text, and how many tokens these have.
         self.before = torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *[
@@ -176,14 +180,12 @@ class Ring:
 
     def tokens(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """A cache's keys or values ``[B, Hkv, P, D]`` in parts: the pages', the chunk's, the sink's and the text's."""
-        of = self.geometry
-        sizes = of.pages * of.page_tokens, of.chunk * of.frame, of.sink * of.frame, of.text
-        pages, chunk, sink, text = x.split_with_sizes(sizes, 2)
+        pages, chunk, sink, text = x.split_with_sizes(self.parts, 2)
         return pages, chunk, sink, text
 
     def units(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What is known of video tiles in parts: the pages', and the chunk's."""
-        in_pages = x.shape[2] // self.tiles.num_video_tiles * self.geometry.pages * self.geometry.layer_tiles
+        in_pages = x.shape[2] // self.tiles.num_video_tiles * self.page_tiles
         return x.narrow(2, 0, in_pages), x.narrow(2, in_pages, x.shape[2] - in_pages)
 
     def in_sequence(self, frames: list[int], place: int, kept: int, text: int) -> Iterator[tuple[VideoGrid | DenseRun, Tensor]]:
