@@ -378,14 +378,14 @@ class TileCache:
         if compiling():
             raise ValueError("the cache must have its memory before a compiler sees it, got none for such tensors; cache.allocate(query, "
                              "key, thw) takes it")
-        batch, heads, kv_heads, dim, dtype, device = kind
+        _, heads, kv_heads, dim, dtype, device = kind
         thw = geometry.thw(geometry.chunk)
         config = self.config.for_canvas(thw)
         # At density 1 there is nothing to choose.
         config = SSTAConfig(geometry.tile) if config.density == 1 else replace(config, tile_thw=geometry.tile)
         spec = LayerSpec(TokenLayout.video_text(thw), geometry.kv_layout, config, resolve_scale(self.scale, dim), dtype, device, heads,
                          kv_heads, dim, self.impl, True, False)
-        memory = Memory(geometry, spec, batch, self.rotary is not None)
+        memory = Memory(geometry, spec, kind, self.rotary is not None)
         if memory.raw_sink is not None:
             # What cannot move a sink says so before anything is stored.
             with torch.no_grad():

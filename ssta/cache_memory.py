@@ -23,21 +23,17 @@ class Memory:
         geometry: where frames lie.
         spec: of the layer for the longest chunk; its kv_layout is what is held.
         raw_sink: the sink's keys without positions; None where keys come with them, and without a sink.
+        kind: of the tensors.
         chunks: what calls need, by the frames of their chunk.
     """
 
-    def __init__(self, geometry: Geometry, spec: LayerSpec, batch: int, rotary: bool) -> None:
-        self.geometry, self.spec, self.chunks = geometry, spec, dict[int, Chunk]()
+    def __init__(self, geometry: Geometry, spec: LayerSpec, kind: Kind, rotary: bool) -> None:
+        self.geometry, self.spec, self.kind, self.chunks = geometry, spec, kind, dict[int, Chunk]()
         tokens = geometry.sink * geometry.frame
         # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad(), on_device(torch.empty(0, device=spec.device)):
-            self.storage: Storage = self.layer.new(batch)
-            self.raw_sink = self.storage.k.new_zeros(batch, spec.kv_heads, tokens, spec.head_dim) if rotary and tokens else None
-
-    @property
-    def kind(self) -> Kind:
-        k = self.storage.k
-        return Kind(k.shape[0], self.spec.heads, k.shape[1], k.shape[3], k.dtype, k.device)
+            self.storage: Storage = self.layer.new(kind.batch)
+            self.raw_sink = self.storage.k.new_zeros(kind.batch, spec.kv_heads, tokens, spec.head_dim) if rotary and tokens else None
 
     @property
     def layer(self) -> CachedLayer:

@@ -115,11 +115,7 @@ class Left(NamedTuple):
 
 
 def text_lengths(tiles: TileLayout, text_mask: TextMask | Tensor | None, backend: Backend) -> Left:
-    """What a mask over ``tiles``' dense runs leaves of them.
-
-    Args:
-        text_mask: checked; None = every token is valid.
-    """
+    """What a checked mask over ``tiles``' dense runs leaves of them; None = every token is valid."""
     if text_mask is None or not tiles.dense:
         return Left(None, None)
     whole = tiles.padding != "none"

@@ -54,12 +54,7 @@ class Shards(Shares):
         return f"rank {self.rank} of {self.ranks}: {self.local_length:,} of {self.length:,} tokens"
 
     def heads(self, total: int, key_heads: int | None = None) -> tuple[int, int]:
-        """(first, last): this rank has the heads from first up to last, of ``total``. ``key_heads``: of grouped-query attention, whose key
-        heads are dealt out, each with all its query heads.
-
-        Raises:
-            ValueError: ranks would be left without a head, or total is no multiple of key_heads.
-        """
+        """(first, last): this rank has the heads from first up to last; the rest as ``deal_heads``."""
         counts = self.deal_heads(total, key_heads)
         first = sum(counts[:self.rank])
         return first, first + counts[self.rank]
@@ -86,7 +81,7 @@ class Shards(Shares):
             if not all([x.waits for x in arriving]):
                 arriving = query.wait(), key.wait(), value.wait()
         if isinstance(arriving[0], Sent):
-            arriving[0].then(note)
+            arriving[0].note = note
             # The layer gives packets, so that nothing is packed again.
             own = own._replace(returned=packet_spans(self.places, self.ranks))
         else:
