@@ -84,7 +84,6 @@ class CachedLayer:
         self.none = self._room(torch.zeros(1, spec.kv_heads, 0, spec.head_dim, dtype=spec.dtype, device=device), 0)
         # Where kernels do everything, all steps of a call are planned as one; torch moves a chunk that is shorter than others.
         self._whole = self.backend.plans(self._write) if self.places.in_chunk is None else None
-        self._constants: dict[int, Tensor] = {}
 
     def _room(self, k: Tensor, tiles: int) -> KeyStatistics | None:
         """For statistics of so many tiles of keys such as k."""
@@ -152,8 +151,7 @@ class CachedLayer:
         (query, key, value), (k, v, lengths, k_per_row, *known) = xs, held
         storage = self.storage([k, v, *self.ring.new_counts(), *known])
         plan.results.append(self._steps(query, key, value, storage, lengths, k_per_row, dense, describe))
-        # They live as long as the layer, because a captured graph, which may hold it, reads them after the plan is gone.
-        self._constants.update({id(x): x for x in plan.constants})
+        self.layer.keep_constants(plan)
 
     def _steps(self, query: Tensor, key: Tensor, value: Tensor, storage: Storage, lengths: Tensor, k_per_row: Tensor | None, dense: bool,
                describe: bool) -> Tensor:

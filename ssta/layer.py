@@ -150,10 +150,10 @@ class Layer:
         # A tape goes with the backward, and what is known of a selection may stay.
         plan.keep(*ran.held[:_KNOWN])
         plan.keep(*ran.held[_KNOWN:])
-        self._keep_constants(plan)
+        self.keep_constants(plan)
         return ran.route
 
-    def _keep_constants(self, plan: Plan) -> None:
+    def keep_constants(self, plan: Plan) -> None:
         """They live as long as the layer, because a captured graph, which may hold it, reads them after the plan is gone."""
         self._constants.update({id(x): x for x in plan.constants})
 
@@ -301,7 +301,7 @@ class Layer:
         if not self._route(self.rows.lists(blocks)).planned_backward:
             raise Unplanned("these kernels' backward is no part of a plan")
         plan.results += self.backward(found.tape, dout, blocks)
-        self._keep_constants(plan)
+        self.keep_constants(plan)
 
     def backward(self, tape: Tape, dout: Tensor, blocks: BlockLists, dmeans: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v, in the orders of the layouts; the steps of ``run`` in reverse.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from copy import copy
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -155,7 +156,12 @@ def explain(
         ValueError: an empty query, or one on the meta device, which has no values to select by.
         TypeError, ValueError: what ``ssta_3d_attention`` rejects.
     """
-    tokens = _token_layout(thw, text_len)
+    if not isinstance(thw, TokenLayout):
+        tokens = TokenLayout.video_text(thw, 0 if text_len is None else text_len)
+    elif text_len is None:
+        tokens = thw
+    else:
+        raise ValueError(f"text_len must be left out with a TokenLayout, which says it, got {text_len}")
     if config is None:
         config = SSTAConfig(**keywords)
     elif keywords:
@@ -167,8 +173,13 @@ def explain(
         raise ValueError(f"query must have values to explain, got shape {tuple(query.shape)} on {query.device}")
     text = None if text_mask is None else TextMask.of(text_mask, query.shape[0], tokens, query.device)
     layer = prepared(spec)
-    ran, seconds = _run(layer, query, key, given, text)
-    return Report(layer, ran, query, key, None if value is None else given, text, seconds)
+    finish = partial(torch.cuda.synchronize, query.device) if query.is_cuda else lambda: None
+    with on_device(query):
+        finish()
+        start = time.perf_counter()
+        ran = layer.run(query, key, given, text)
+        finish()
+    return Report(layer, ran, query, key, None if value is None else given, text, time.perf_counter() - start)
 
 
 def heads_without_estimate(exact_mass: Tensor) -> tuple[int, int]:
@@ -176,28 +187,6 @@ def heads_without_estimate(exact_mass: Tensor) -> tuple[int, int]:
     Synchronises the device."""
     without = exact_mass.isnan().any(2)
     return int(without.sum()), without.numel()
-
-
-def _token_layout(thw: tuple[int, int, int] | TokenLayout, text_len: int | None) -> TokenLayout:
-    if not isinstance(thw, TokenLayout):
-        return TokenLayout.video_text(thw, 0 if text_len is None else text_len)
-    if text_len is not None:
-        raise ValueError(f"text_len must be left out with a TokenLayout, which says it, got {text_len}")
-    return thw
-
-
-def _run(layer: Layer, query: Tensor, key: Tensor, value: Tensor, text: TextMask | None) -> tuple[LayerResult, float]:
-    """What the layer gave, and the seconds until the device had finished it."""
-    def finish() -> None:
-        if query.device.type == "cuda":
-            torch.cuda.synchronize(query.device)
-
-    finish()
-    start = time.perf_counter()
-    with on_device(query):
-        ran = layer.run(query, key, value, text)
-    finish()
-    return ran, time.perf_counter() - start
 
 
 def mass_summary(exact_mass: Tensor) -> tuple[float, float, float] | None:

@@ -237,18 +237,13 @@ def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int) -> Ten
 
 
 def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: Place, shards: Shards) -> Tensor:
-    """A shared run's packets, flat."""
+    """A shared run's packets, flat. What is deferred the kernel writes there at once; each rank has as many heads of it."""
     x, held = xs[0], place.held[shards.rank]
-    if isinstance(x, Deferred):
-        return _finished_packets(x, shards.ranks, place.local, held)
-    return _packets([x for x in xs if isinstance(x, Tensor)], deals, place.local, held)
-
-
-def _finished_packets(x: Deferred, ranks: int, first: int, tokens: int) -> Tensor:
-    """``_packets`` of what the kernel writes there at once; each rank has as many heads."""
+    if not isinstance(x, Deferred):
+        return _packets([x for x in xs if isinstance(x, Tensor)], deals, place.local, held)
     batch, heads, _, dim = x.shape
-    packets = torch.empty(ranks, tokens, batch, heads // ranks, dim, dtype=x.dtype, device=x.device)
-    x.part(first, tokens).write(packets.permute(2, 0, 3, 1, 4))
+    packets = torch.empty(shards.ranks, held, batch, heads // shards.ranks, dim, dtype=x.dtype, device=x.device)
+    x.part(place.local, held).write(packets.permute(2, 0, 3, 1, 4))
     return packets.view(-1)
 
 
