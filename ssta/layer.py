@@ -14,7 +14,7 @@ from .kernels import BlockLists, Deferred, PatternFacts, Route, choose_backend, 
 from .kernels.memo import Kept, Unplanned, remember
 from .layout import Input, checked_layout
 from .result import ExactMass, Found, LayerResult, Tape
-from .rows import all_rows, some_rows
+from .rows import all_rows, in_places, some_rows
 from .scoring import Facts, rule_of, tile_means
 from .selection import Left, Selection, fixed_tiles, text_lengths
 from .spec import LayerSpec
@@ -320,7 +320,7 @@ class Layer:
         if tape.merged is None:
             dout = backend.take(dout, rows.held) if self.moves or spec.rows is not None else dout
         else:
-            dout, dlse, *of_tail = self._combine_backward(tape, rows.of_tokens(backend, dout))
+            dout, dlse, *of_tail = self._combine_backward(tape, in_places(backend, dout, rows.token_of_slot))
         dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, spec.scale, False, spec.deterministic)
         dq = rows.to_slots(backend, dq)
         if of_tail is not None:
