@@ -123,9 +123,7 @@ def _ints(triple: object) -> bool:
     return type(triple) is tuple and len(triple) == 3 and type(triple[0]) is type(triple[1]) is type(triple[2]) is int
 
 
-@remember_plain
-def _config(*values: Any) -> SSTAConfig:
-    return SSTAConfig(*values)
+_config = remember_plain(SSTAConfig)
 
 
 @overload

@@ -6,7 +6,7 @@ tiles becoming shorter: nothing moves, and what is left stays in one piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -178,10 +178,9 @@ class Ring:
         text = slice(self.of_sink, None)
         lengths[0, 0, self.tiles.num_video_tiles:][text].copy_(torch.minimum((tokens - self.before[text]).clamp(min=0), self.sizes[text]))
 
-    def tokens(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def tokens(self, x: Tensor) -> Sequence[Tensor]:
         """A cache's keys or values ``[B, Hkv, P, D]`` in parts: the pages', the chunk's, the sink's and the text's."""
-        pages, chunk, sink, text = x.split_with_sizes(self.parts, 2)
-        return pages, chunk, sink, text
+        return x.split_with_sizes(self.parts, 2)
 
     def units(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What is known of video tiles in parts: the pages', and the chunk's."""
@@ -237,14 +236,7 @@ class ChunkPlaces:
         self.ends = (self.begins + geometry.tile[0]).clamp(max=frames)
 
 
-@remember(64)
-def ring_of(geometry: Geometry, device: torch.device) -> Ring:
-    return Ring(geometry, device)
-
-
-@remember(64)
-def chunk_places(geometry: Geometry, frames: int, device: torch.device) -> ChunkPlaces:
-    return ChunkPlaces(geometry, frames, device)
+ring_of, chunk_places = remember(64)(Ring), remember(64)(ChunkPlaces)
 
 
 def spread(places: Tensor, each: int) -> Tensor:
