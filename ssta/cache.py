@@ -138,7 +138,7 @@ class TileCache:
             self._check_start(start)
             check_tensors(query, key, value, layout, layout)
             return self._attend(query, key, value, layout, keep, dense, text)
-        shards, heads, kv_heads = self._shared(query, key, value, layout, text, start)
+        shards, heads, kv_heads = self._shared(self.group, query, key, value, layout, text, start)
         facts = dict(config=self.config, window=self.window, sink=self.sink, chunk=self._most, keep=keep, dense=dense, start=start)
         shards.agreed(("cache", *facts.values()), lambda: facts)
         if text is not None:
@@ -161,7 +161,8 @@ class TileCache:
         if text is not None:
             memory.put_text(*text)
         dense = dense or self.config.density == 1
-        out, chunks, stays = None, [memory.chunk(t)], ()
+        out, chunks = None, [memory.chunk(t)]
+        stays: tuple[bool, ...] = ()
         if recorded(query, key, value):
             out = self._attend_recorded(query, key, value, layout, memory.spec_of(t).config, dense)
             if not keep:
@@ -200,7 +201,7 @@ class TileCache:
             check_tensors(query, key, key, layout, layout)
             kind = Kind.of(query, key)
         else:
-            shards, heads, kv_heads = self._shared(query, key, key, layout)
+            shards, heads, kv_heads = self._shared(self.group, query, key, key, layout)
             heads, kv_heads = shards.deal_heads(heads, kv_heads)[shards.rank], shards.deal_heads(kv_heads)[shards.rank]
             kind = Kind.of(query, key)._replace(heads=heads, kv_heads=kv_heads)
         self._fit(kind, thw, True).chunk(thw[0])
@@ -301,18 +302,18 @@ class TileCache:
             raise ValueError(f"start must be the number of frames kept so far, {self._kept}, got {start}: a chunk is kept once, and each "
                              "layer has a cache of its own")
 
-    def _shared(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text: tuple[Tensor, Tensor] | None = None,
-                start: int | None = None) -> tuple[Shards, int, int]:
+    def _shared(self, group: ProcessGroup | DeviceMesh, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout,
+                text: tuple[Tensor, Tensor] | None = None, start: int | None = None) -> tuple[Shards, int, int]:
         """(how ranks share a chunk out, H, Hkv); what is wrong with a call is said on all of them."""
         def made() -> tuple[Shards, int, int]:
             self._check_start(start)
-            shards = Shards.of(self.group, layout, "all")
+            shards = Shards.of(group, layout, "all")
             heads, kv_heads, _ = check_tensors(query, key, value, layout, layout, share=shards)
             if text is not None:
                 check_text(text, key, self.text)
             return shards, heads, kv_heads
 
-        return said_to(self.group, made)
+        return said_to(group, made)
 
     def _rotated(self, key: Tensor, first: Tensor) -> Tensor:
         assert self.rotary is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch.distributed as dist
 from torch import Tensor
@@ -128,13 +128,7 @@ class Shards(Shares):
             "x's batch", "x's heads", "x's head_dim", "x's dtype", "x's device", "heads of all ranks", "gradients"), call)))
         return self._send(xs, deals)
 
-    @overload
-    def to_all(self, x: Tensor, /) -> Tensor: ...
-
-    @overload
-    def to_all(self, x: Tensor, /, *xs: Tensor) -> tuple[Tensor, ...]: ...
-
-    def to_all(self, *xs: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def to_all(self, *xs: Tensor) -> Any:
         """A rank's tokens, gathered with those of the others, which have the same heads: ``[B, H, S_r, D]`` -> ``[B, H, S, D]``. As
         ``to_heads``, of which every rank gets all heads."""
         return self._send(xs, tuple([(x.shape[1],) * self.ranks for x in xs])).wait()
