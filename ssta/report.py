@@ -83,11 +83,10 @@ class Report:
         self.token_density = self.flops / self.dense_flops
         self.without_estimate = None if masses is None else heads_without_estimate(masses)
         self.attention_kept, self.output_error = _against_dense(query, key, value, ran.out, layout, mask, text, spec.scale)
-        self.error_sources = _error_sources(config, layout, self.tile_density, query.dtype, masked=text is not None, heads=self.heads,
-                                            without=self.without_estimate)
         self.seconds = None if value is None else seconds
         self.exact_mass = None if masses is None else mass_summary(masses)
         self.route, self.backend, self.config, self.layout, self.blocks = route, layer.backend, config, layout, blocks
+        self.error_sources = self._error_sources(query.dtype)
         self.near = layer.fixed.forced[:n, :n].clone() if config.selected_by != "block_attn" else None
 
     def to_dict(self) -> dict:
@@ -128,6 +127,42 @@ class Report:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
     __repr__ = __str__
+
+    def _error_sources(self, dtype: torch.dtype) -> tuple[str, ...]:
+        """Sentences on what makes this case differ from exact dense attention, the largest source first."""
+        found = []
+        config, padding = self.config, self.tiled_tokens - self.tokens
+        if self.tile_density < 1:
+            rest = f"{1 - self.tile_density:.1%} of the tile pairs are "
+            if config.compensation == "none":
+                found.append(rest + "dropped, with all that their keys would have given")
+            else:
+                dropped, of = self.without_estimate or (0, 1)
+                found.append(rest + ("estimated from their means and covariances" if dropped < of else
+                                     "dropped: no head has an estimate, because its tokens differ too much inside tiles"))
+                if 0 < dropped < of:
+                    found.append(f"{dropped} of {of} heads have no estimate, because their tokens differ too much inside tiles: "
+                                 "theirs are dropped")
+            if config.selected_by == "sta":
+                without = "seen, however similar" if config.compensation == "none" else "computed exactly, however poor its estimate"
+                found.append(f"the window alone selects: nothing outside it is {without}")
+            elif config.scored_by != "error":
+                cells = 1 if config.pool_cells is None else math.prod(config.pool_cells)
+                found.append(f"tiles are chosen by {'the mean' if cells == 1 else f'{cells} means'} of their tokens: "
+                             "a single similar token in an unlike tile is overlooked")
+            if config.mask_share_within_head and self.heads > 1 and config.selected_by != "sta":
+                found.append(f"one pattern serves all {self.heads} heads: a head that looks elsewhere loses more")
+        if padding:
+            what = "repetitions" if config.pad_type == "repeat" else "zeros in the video"
+            if config.pad_type == "zero" and self.text_tiles:
+                what += ", repetitions in the text"
+            found.append(f"{padding:,} padding tokens ({what}) are attended to like real ones")
+        if self.valid_text_tokens is not None and config.pad_type != "none":
+            found.append("text is kept by whole tiles: invalid text tokens that share a tile with valid ones are attended to")
+        if not found:
+            found.append("nothing is dropped and nothing is padded: equal to dense attention but for rounding")
+        found.append(f"rounding to {str(dtype).removeprefix('torch.')}, in relative steps of {torch.finfo(dtype).eps:.1e}")
+        return tuple(found)
 
 
 @torch.no_grad()
@@ -237,42 +272,6 @@ def _against_dense(query: Tensor, key: Tensor, value: Tensor | None, output: Ten
         dense = weights @ value.to(wide)[:, :, None]
         error = float((output[:, :, rows].to(wide).reshape(groups) - dense).norm() / dense.norm())
     return (kept if math.isfinite(kept) else None), (error if math.isfinite(error) else None)
-
-
-def _error_sources(config: SSTAConfig, layout: TileLayout, density: float, dtype: torch.dtype, *, masked: bool, heads: int,
-                   without: tuple[int, int] | None) -> tuple:
-    """Sentences on what makes this case differ from exact dense attention, the largest source first."""
-    found = []
-    padding = layout.num_slots - layout.tokens.length
-    if density < 1:
-        rest = f"{1 - density:.1%} of the tile pairs are "
-        if config.compensation == "none":
-            found.append(rest + "dropped, with all that their keys would have given")
-        else:
-            dropped, of = without or (0, 1)
-            found.append(rest + ("estimated from their means and covariances" if dropped < of else
-                                 "dropped: no head has an estimate, because its tokens differ too much inside tiles"))
-            if 0 < dropped < of:
-                found.append(f"{dropped} of {of} heads have no estimate, because their tokens differ too much inside tiles: "
-                             "theirs are dropped")
-        if config.selected_by == "sta":
-            found.append("the window alone selects: nothing outside it is "
-                         + ("seen, however similar" if config.compensation == "none" else "computed exactly, however poor its estimate"))
-        elif config.scored_by != "error":
-            cells = 1 if config.pool_cells is None else math.prod(config.pool_cells)
-            found.append(f"tiles are chosen by {'the mean' if cells == 1 else f'{cells} means'} of their tokens: "
-                         "a single similar token in an unlike tile is overlooked")
-        if config.mask_share_within_head and heads > 1 and config.selected_by != "sta":
-            found.append(f"one pattern serves all {heads} heads: a head that looks elsewhere loses more")
-    if padding:
-        found.append(f"{padding:,} padding tokens ({'zeros in the video' if config.pad_type == 'zero' else 'repetitions'}"
-                     f"{', repetitions in the text' if config.pad_type == 'zero' and layout.dense else ''}) are attended to like real ones")
-    if masked and config.pad_type != "none":
-        found.append("text is kept by whole tiles: invalid text tokens that share a tile with valid ones are attended to")
-    if not found:
-        found.append("nothing is dropped and nothing is padded: equal to dense attention but for rounding")
-    found.append(f"rounding to {str(dtype).removeprefix('torch.')}, in relative steps of {torch.finfo(dtype).eps:.1e}")
-    return tuple(found)
 
 
 def _si(number: float) -> str:
