@@ -83,7 +83,7 @@ class CachedLayer:
         # Statistics of no tiles, by which those of a cache are put together again.
         self.none = self._room(torch.zeros(1, spec.kv_heads, 0, spec.head_dim, dtype=spec.dtype, device=device), 0)
         # Where kernels do everything, all steps of a call are planned as one; torch moves a chunk that is shorter than others.
-        self._whole = self.backend.plans(self._write) if self.places.in_chunk is None else None
+        self._whole = self.backend.plans(self._write) if self.places.whole else None
 
     def _room(self, k: Tensor, tiles: int) -> KeyStatistics | None:
         """For statistics of so many tiles of keys such as k."""
@@ -156,7 +156,7 @@ class CachedLayer:
                describe: bool) -> Tensor:
         """``attend``, one step after the other."""
         move, k, v = self.layer.tiles.move, self.ring.tokens(storage.k)[1], self.ring.tokens(storage.v)[1]
-        if self.places.in_chunk is None:
+        if self.places.whole:
             q, q_means, k_means = self.backend.gather_into(query, key, value, move, k, v)
         else:
             q, own_k, own_v, q_means, k_means = self.backend.gather(query, key, value, move, move)
@@ -176,7 +176,7 @@ class CachedLayer:
 
     def _describe(self, storage: Storage, k: Tensor, v: Tensor, k_means: Tensor | None) -> None:
         """Puts what is known of the chunk's tiles where the chunk at hand has its place."""
-        if self.places.in_chunk is not None:
+        if not self.places.whole:
             self._say_empty(storage, 1)
         if storage.statistics is not None:
             found = self.backend.key_statistics(k, v, self.layer.q_blocks, self.parts, True)
@@ -197,7 +197,7 @@ class CachedLayer:
         if fill:
             self._fill_sink(storage)
         k_means, statistics = storage.k_means, storage.statistics
-        self.backend.write_ring((storage.k, storage.v), places.behind, places.in_pages, storage.counts.place, of.page_tokens,
+        self.backend.write_ring((storage.k, storage.v), places.in_chunk, places.in_pages, storage.counts.place, of.page_tokens,
                                 of.pages * of.page_tokens)
         for xs, each in (([] if k_means is None else [k_means], of.layer_tiles),
                          ([] if statistics is None else [*statistics.held.values()], of.layer_tiles * self.parts)):
@@ -216,8 +216,7 @@ class CachedLayer:
         """Those of the chunk's frames that the sink has room for go there."""
         ring, places = self.ring, self.places
         here, token = ring.fills(storage.counts, places.frames)
-        at = places.tiles.inverse[token]
-        at = at if places.in_chunk is None else places.in_chunk[at]
+        at = places.in_chunk[places.tiles.inverse[token]]
         for x in (storage.k, storage.v):
             _, chunk, sink, _ = ring.tokens(x)
             sink.copy_(torch.where(here, chunk.index_select(2, at), sink))

@@ -208,8 +208,8 @@ class ChunkPlaces:
         frames: how many.
         tiles: the chunk cut into tiles, in whose order it is brought.
         lengths: int64, the tokens of the chunk's tiles in a cache's memory; 0 of those that a shorter chunk leaves empty.
-        in_chunk: int64 ``[tokens]``, where each token of the tiles lies in the memory for the chunk at hand; None = in this order.
-        behind: int64 ``[tokens]``, the same in any case.
+        whole: whether it fills the memory for the chunk at hand, in which its tokens then lie in the order of its tiles.
+        in_chunk: int64 ``[tokens]``, where each token of the tiles lies there.
         in_pages: int64 ``[tokens]``, where in pages one after another.
         begins, ends: int64 ``[layers]``, the frames of each page's layer: from begins up to ends.
     """
@@ -223,14 +223,12 @@ class ChunkPlaces:
         self.lengths[:tiles.num_tiles] = tiles.lengths
         tile = tile_of_slot(tiles)
         token = torch.arange(tiles.num_slots, device=device) - tiles.offsets[tile]
-        self.in_chunk = None
-        if frames < geometry.chunk:
-            self.in_chunk = token + (ring.tiles.offsets[first + tile] - ring.tiles.offsets[first])
+        self.whole = frames == geometry.chunk
+        self.in_chunk = token + (ring.tiles.offsets[first + tile] - ring.tiles.offsets[first])
         of_layer = tile % geometry.layer_tiles
         area = ring.areas[of_layer]
         depth = tiles.lengths[tile] // area
         flipped = (depth - 1 - token // area) * area + token % area
-        self.behind = torch.arange(tiles.num_slots, device=device) if self.in_chunk is None else self.in_chunk
         self.in_pages = tile // geometry.layer_tiles * geometry.page_tokens + ring.starts[of_layer] + flipped
         self.begins = torch.arange(0, frames, geometry.tile[0], device=device)
         self.ends = (self.begins + geometry.tile[0]).clamp(max=frames)

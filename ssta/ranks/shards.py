@@ -36,17 +36,7 @@ class Shards(Shares):
 
     @classmethod
     def of(cls, group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, split: str = "video") -> Shards:
-        """How ``group`` shares ``layout`` out.
-
-        Args:
-            group: the ranks; None = the default group.
-            layout: the whole sequence.
-            split: "video" = each video grid by itself, dense runs are whole on every rank; "all" = the whole sequence as one run. A run's
-                shares are ``torch.tensor_split``'s.
-
-        Raises:
-            TypeError, ValueError: the argument's name, what was required and what came.
-        """
+        """How ``group`` shares out ``layout``, the whole sequence; as ``ssta_attention`` takes them, None = the default group."""
         runs, group = runs_of(layout, split), resolve_group(group)
         return cls(runs, group.size(), group.rank(), group)
 

@@ -75,11 +75,7 @@ def sla_layer(
     q_block: int = Q_BLOCK, kv_block: int = KV_BLOCK, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
     selection: Selection | None = None,
 ) -> LayerResult:
-    """``sparse_linear_attention`` with all that it knows of itself. For use inside the package.
-
-    Args:
-        selection: attend to what an earlier call with the same blocks selected, instead of selecting anew.
-    """
+    """``sparse_linear_attention`` with all that it knows of itself; ``selection`` as ``attend`` takes it. For use inside the package."""
     q, k, v = autocast_inputs(query=query, key=key, value=value)
     if q.dim() != 4 or q.shape[2] == 0:
         raise ValueError(f"query must be [batch, heads, tokens, head_dim] with at least one token, got shape {tuple(q.shape)}")

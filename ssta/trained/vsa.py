@@ -97,7 +97,7 @@ def vsa_layer(
         query, key, value: as there, or all three deferred.
         layout: one video grid, and dense runs around it.
         config: what ``vsa_config`` makes.
-        selection: attend to what an earlier call with the same layout selected, instead of selecting anew.
+        selection: as ``attend`` takes it.
     """
     if not isinstance(query, Deferred):
         inputs = dict(query=query, key=key, value=value) if gate is None else dict(query=query, key=key, value=value, gate=gate)
