@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from .exchange import Exchange
 from .group import group_of, is_mesh
 from .runs import Run, deal, held_by, runs_of
 from .shards import Shards
-from .shares import Sent, Shares, Spans, check_sent, own_spec
+from .shares import Sent, Shares, Spans, own_spec
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -109,17 +109,13 @@ class Rings(Shares):
         sent.shards = self
         return sent
 
-    def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, spec: LayerSpec, note: Callable[[str], object]
-                 ) -> Exchange:
+    def exchange(self, query: Any, key: Any, value: Any, spec: LayerSpec, note: Callable[[str], object]) -> Exchange:
         """``[B, H, S_r, D]`` -> ``[B, H_r, S, D]``, of which this rank computes the rows of its piece."""
-        if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
-            own: tuple = query, key, value
-            if self.inner.ranks > 1:
-                own = self.inner.to_heads(*own, key_heads=spec.kv_heads)
-        else:
-            assert isinstance(query, Sent) and isinstance(key, Sent) and isinstance(value, Sent), "the call is checked"
-            check_sent(self, spec, query, key, value)
+        own = query, key, value
+        if isinstance(query, Sent):
             own = query.wait(), key.wait(), value.wait()
+        elif self.inner.ranks > 1:
+            own = self.inner.to_heads(*own, key_heads=spec.kv_heads)
         q, k, v = self._in_ring(self._pieces.gathered).to_all(*own)
         note("arrived")
         heads, kv_heads = (deal[self.inner.rank] for deal in (self.deal_heads(spec.heads, spec.kv_heads), self.deal_heads(spec.kv_heads)))

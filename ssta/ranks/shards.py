@@ -16,7 +16,7 @@ from ..spec import LayerSpec, Peers
 from .exchange import Deals, Exchange, Incoming, ToTokens, packet_spans, send_packets, send_tokens
 from .group import resolve_group
 from .runs import Run, runs_of
-from .shares import Sent, Shares, check_sent, own_spec
+from .shares import Sent, Shares, own_spec
 from .world import in_graph, recorded
 
 if TYPE_CHECKING:
@@ -53,23 +53,19 @@ class Shards(Shares):
     def groups(self) -> tuple[ProcessGroup, ...]:
         return (self.group,)
 
-    def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, spec: LayerSpec, note: Callable[[str], object]
-                 ) -> Exchange:
+    def exchange(self, query: Any, key: Any, value: Any, spec: LayerSpec, note: Callable[[str], object]) -> Exchange:
         q_deal, kv_deal = self.deal_heads(spec.heads, spec.kv_heads), self.deal_heads(spec.kv_heads)
         own = own_spec(spec, self.group, q_deal[self.rank], kv_deal[self.rank])
-        if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
-            if spec.recorded or in_graph(query, key, value):
-                arriving: tuple = self._send((query, key, value), (q_deal, kv_deal, kv_deal)).wait()
-            else:
-                # Each is packed while the one before it is on its way, and v and k are brought into tiles while q is.
-                value, key = self._send((value,), (kv_deal,)), self._send((key,), (kv_deal,))
-                arriving = self._send((query,), (q_deal,)), key, value
-        else:
-            assert isinstance(query, Sent) and isinstance(key, Sent) and isinstance(value, Sent), "the call is checked"
-            check_sent(self, spec, query, key, value)
-            arriving = query, key, value
+        arriving = query, key, value
+        if isinstance(query, Sent):
             if not all([x.waits for x in arriving]):
                 arriving = query.wait(), key.wait(), value.wait()
+        elif spec.recorded or in_graph(*arriving):
+            arriving = self._send(arriving, (q_deal, kv_deal, kv_deal)).wait()
+        else:
+            # Each is packed while the one before it is on its way, and v and k are brought into tiles while q is.
+            value, key = self._send((value,), (kv_deal,)), self._send((key,), (kv_deal,))
+            arriving = self._send((query,), (q_deal,)), key, value
         if isinstance(arriving[0], Sent):
             arriving[0].note = note
             # The layer gives packets, so that nothing is packed again.

@@ -68,17 +68,15 @@ class Shares:
         """This rank's ``[B, H, S_r, D]``, on their way."""
         raise NotImplementedError
 
-    def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, spec: LayerSpec, note: Callable[[str], object]
-                 ) -> Exchange:
+    def exchange(self, query: Any, key: Any, value: Any, spec: LayerSpec, note: Callable[[str], object]) -> Exchange:
         """``exchanged`` of ranks that agree."""
         raise NotImplementedError
 
-    def exchanged(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, spec: LayerSpec, text_mask: object,
-                  note: Callable[[str], object]) -> Exchange:
+    def exchanged(self, query: Any, key: Any, value: Any, spec: LayerSpec, text_mask: object, note: Callable[[str], object]) -> Exchange:
         """q, k and v for a layer of one process, and the way back, once the ranks agree on what they attend to.
 
         Args:
-            query, key, value: this rank's ``[B, H, S_r, D]``, or all three as ``start`` sent them; checked.
+            query, key, value: this rank's tensors ``[B, H, S_r, D]``, or all three as ``start`` sent them; their shapes are checked.
             spec: the layer of all ranks together.
             note: called with "arrived" once what comes is being waited for.
 
@@ -91,6 +89,8 @@ class Shares:
             "dtype": spec.dtype, "device": spec.device.type, "config": spec.config, "scale": spec.scale,
             "deterministic": spec.deterministic, "impl": spec.impl, "gradients": spec.recorded,
             "text_mask": "none" if unmasked else "given"})
+        if isinstance(query, Sent):
+            check_sent(self, spec, query, key, value)
         return self.exchange(query, key, value, spec, note)
 
     def deal_heads(self, total: int, key_heads: int | None = None) -> tuple[int, ...]:
