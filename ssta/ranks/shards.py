@@ -117,6 +117,8 @@ class Shards(Shares):
     def to_all(self, *xs: Tensor) -> Any:
         """A rank's tokens, gathered with those of the others, which have the same heads: ``[B, H, S_r, D]`` -> ``[B, H, S, D]``. As
         ``to_heads``, of which every rank gets all heads."""
+        if self.ranks == 1:
+            return xs[0] if len(xs) == 1 else xs
         return self._send(xs, tuple([(x.shape[1],) * self.ranks for x in xs])).wait()
 
     def _send(self, xs: tuple[Tensor | Deferred, ...], deals: Deals) -> Sent:
