@@ -111,7 +111,7 @@ class Rings(Shares):
 
     def exchange(self, query: Any, key: Any, value: Any, spec: LayerSpec, note: Callable[[str], object]) -> Exchange:
         """``[B, H, S_r, D]`` -> ``[B, H_r, S, D]``, of which this rank computes the rows of its piece."""
-        own = query, key, value
+        own: tuple[Any, ...] = query, key, value
         if isinstance(query, Sent):
             own = query.wait(), key.wait(), value.wait()
         elif self.inner.ranks > 1:
