@@ -83,10 +83,7 @@ def threshold_counts(scores: Tensor, topk: int, threshold: float) -> Tensor:
 
 def counts_at(rows: Tensor, level: float | Tensor, window: int) -> Tensor:
     """Tiles beyond their window of consecutive rows that have ``level`` each in the mean, window included: float64 ``[N]``, whole numbers.
-
-    Args:
-        rows: float64 ``[N + 1]``, the rows' numbers, and the one after them.
-    """
+    ``rows``: float64 ``[N + 1]``, the rows' numbers, and the one after them."""
     bounds = (rows * level + SLACK).floor()
     return bounds.diff().clamp(min=max(window, 1)) - window
 

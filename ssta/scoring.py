@@ -125,10 +125,8 @@ def _pool_grid(x: Tensor, extent: tuple[int, int, int], tile: tuple[int, int, in
 
 
 def _runs(x: Tensor, dim: int, extent: int, size: int, slots: int) -> list[tuple[Tensor, int]]:
-    """Dimension ``dim``, ``extent`` positions of ``slots`` slots each, as (tiles, slots of a tile): the whole tiles, then the partial one.
-
-    Returns (view, positions in a tile) of each that exists.
-    """
+    """(view, positions in a tile) of the whole tiles, then of the partial one, where there are any. ``dim`` has ``extent`` positions of
+    ``slots`` slots each; in a view it is two: tiles, and slots of a tile."""
     whole, rest = extent // size, extent % size
     runs = []
     if whole:
