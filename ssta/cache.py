@@ -155,14 +155,14 @@ class TileCache:
         if text is not None:
             check_text(text, key, self.text)
         memory = self._fit(Kind.of(query, key), (t, h, w), keep)
-        storage, raw = memory.storage, key
+        chunks, storage, raw = [memory.chunk(t)], memory.storage, key
         if self.rotary is not None:
             key = self._rotated(key, storage.counts.kept[0])
         if text is not None:
             memory.put_text(*text)
         dense = dense or self.config.density == 1
-        out, chunks = None, [memory.chunk(t)]
         stays: tuple[bool, ...] = ()
+        out = None
         if recorded(query, key, value):
             out = self._attend_recorded(query, key, value, layout, memory.spec_of(t).config, dense)
             if not keep:
