@@ -17,7 +17,6 @@ from .layer import Layer
 from .layout import Input
 from .op import in_autocast, layer_of, run_layer, world_of
 from .ranks.agreement import said_to
-from .ranks.layer import attend_between, exchanged, unheard
 from .ranks.rings import shares_of
 from .result import LayerResult
 from .selection import Selection
@@ -35,7 +34,7 @@ def attend(
     query: Any, key: Any, value: Any, layout: TokenLayout, config: SSTAConfig, *, kv_layout: TokenLayout | None = None,
     text_mask: Tensor | TextMask | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
     selection: Selection | None = None, rows: tuple[tuple[int, int], ...] | None = None, means: bool = False, by_thw: bool = False,
-    shares: Shares | None = None, note: Callable[[str], object] = unheard, layers: Callable[[LayerSpec], Layer] = layer_of,
+    shares: Shares | None = None, note: Callable[[str], object] = lambda step: None, layers: Callable[[LayerSpec], Layer] = layer_of,
 ) -> LayerResult:
     """``ssta_attention`` with all that it knows of itself; the same arguments, results and errors. For use inside the package.
 
@@ -55,9 +54,14 @@ def attend(
                      impl=impl, rows=rows, means=means, by_thw=by_thw, world=world, share=shares)
     if shares is None:
         return run_layer(query, key, value, spec, world, text_mask, selection, layers=layers)
-    exchange = exchanged(query, key, value, spec, text_mask, shares, note)
+    exchange = shares.exchanged(query, key, value, spec, text_mask, note)
+    # Held here by nobody, what arrived is gone once the layer has read it.
     del query, key, value
-    return attend_between(exchange, text_mask, selection, note)
+    world = world_of(*exchange.arriving, text_mask)
+    result = run_layer(*exchange.take(), exchange.spec, world, text_mask, selection)
+    note("attended")
+    result.out = exchange.back(result.out)
+    return result
 
 
 def ssta_3d_attention(
@@ -119,9 +123,7 @@ def _ints(triple: object) -> bool:
     return type(triple) is tuple and len(triple) == 3 and type(triple[0]) is type(triple[1]) is type(triple[2]) is int
 
 
-@remember_plain
-def _config(*values: Any) -> SSTAConfig:
-    return SSTAConfig(*values)
+_config = remember_plain(SSTAConfig)
 
 
 @overload

@@ -44,7 +44,12 @@ def budget_of(config: SSTAConfig, layer: Layer) -> Callable[[Tensor], Budget]:
     """``config``'s budget in ``layer``: a function of scores, float32 ``[B, H, N, K]``."""
     own, density = config.budget, config.density
     if own is not None:
-        return lambda scores: Budget(None, checked_keep(own, scores))
+        def kept(scores: Tensor) -> Budget:
+            keep = own(scores)
+            check_tensor("budget's result", keep, (torch.bool,), scores.shape, "[B, H, N, N]", scores.device)
+            return Budget(None, keep)
+
+        return kept
     if density is not None:
         grids = tuple(zip(map(prod, layer.tiles.tile_grids), layer.fixed.window))
         fixed = Budget(row_counts(grids, density, layer.kv_tiles.num_video_tiles, layer.spec.device), beyond=True)
@@ -78,10 +83,7 @@ def threshold_counts(scores: Tensor, topk: int, threshold: float) -> Tensor:
 
 def counts_at(rows: Tensor, level: float | Tensor, window: int) -> Tensor:
     """Tiles beyond their window of consecutive rows that have ``level`` each in the mean, window included: float64 ``[N]``, whole numbers.
-
-    Args:
-        rows: float64 ``[N + 1]``, the rows' numbers, and the one after them.
-    """
+    ``rows``: float64 ``[N + 1]``, the rows' numbers, and the one after them."""
     bounds = (rows * level + SLACK).floor()
     return bounds.diff().clamp(min=max(window, 1)) - window
 
@@ -111,10 +113,3 @@ def row_counts(grids: tuple[tuple[int, int], ...], density: float, columns: int,
         counts.append(counts_at(torch.arange(first, first + tiles + 1, dtype=torch.float64, device=device), level, window))
         first += tiles
     return torch.cat(counts).int()[None, None]
-
-
-def checked_keep(budget: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
-    """What a budget of the user's own keeps."""
-    keep = budget(scores)
-    check_tensor("budget's result", keep, (torch.bool,), scores.shape, "[B, H, N, N]", scores.device)
-    return keep

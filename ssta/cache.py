@@ -12,7 +12,7 @@ from torch import Tensor
 from .attention import attend
 from .cache_checks import Kind, check_state, check_text, checked_config
 from .cache_memory import Memory
-from .cache_op import attend_chunk, compiling, keep_chunk, recount
+from .cache_op import compiling, recount, run_chunk
 from .checks import require_device, require_function, require_triple
 from .config import SSTAConfig
 from .inputs import check_tensors
@@ -20,7 +20,7 @@ from .kernels.checks import autocast_inputs, require_bool, require_int, resolve_
 from .kernels.operators import on_device, refuse_forward_mode
 from .kernels.routing import require_impl
 from .ranks.agreement import said_to
-from .ranks.cache import attend_between, own_heads
+from .ranks.shards import Shards
 from .ranks.world import recorded
 from .ring import Geometry
 from .sequence import DenseRun, TokenLayout, VideoGrid
@@ -134,14 +134,19 @@ class TileCache:
         refuse_forward_mode(query=query, key=key, value=value)
         t, h, w = require_triple("thw", thw)
         layout = TokenLayout.video_text((t, h, w))
-        if self.group is not None:
-            said_to(self.group, lambda: self._check_start(start))
-            facts = dict(config=self.config, window=self.window, sink=self.sink, chunk=self._most, keep=keep, dense=dense, start=start)
-            return attend_between(query, key, value, layout, text, self.text, self.group, facts, lambda q, k, v, text: self._attend(
-                q, k, v, layout, keep, dense, text))
-        self._check_start(start)
-        check_tensors(query, key, value, layout, layout)
-        return self._attend(query, key, value, layout, keep, dense, text)
+        if self.group is None:
+            self._check_start(start)
+            check_tensors(query, key, value, layout, layout)
+            return self._attend(query, key, value, layout, keep, dense, text)
+        shards, heads, kv_heads = self._shared(self.group, query, key, value, layout, text, start)
+        facts = dict(config=self.config, window=self.window, sink=self.sink, chunk=self._most, keep=keep, dense=dense, start=start)
+        shards.agreed(("cache", *facts.values()), lambda: facts)
+        if text is not None:
+            first, last = shards.heads(kv_heads)
+            text = text[0][:, first:last], text[1][:, first:last]
+        query, key, value = shards.to_heads(query, key, value, key_heads=kv_heads)
+        out = self._attend(query, key, value, layout, keep, dense, text)
+        return shards.to_tokens(out, heads, key_heads=kv_heads)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, keep: bool, dense: bool,
                 text: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -150,35 +155,38 @@ class TileCache:
         if text is not None:
             check_text(text, key, self.text)
         memory = self._fit(Kind.of(query, key), (t, h, w), keep)
-        chunk, storage, raw = memory.chunk(t), memory.storage, key
+        chunks, storage, raw = [memory.chunk(t)], memory.storage, key
         if self.rotary is not None:
             key = self._rotated(key, storage.counts.kept[0])
         if text is not None:
             memory.put_text(*text)
         dense = dense or self.config.density == 1
+        stays: tuple[bool, ...] = ()
+        out = None
         if recorded(query, key, value):
             out = self._attend_recorded(query, key, value, layout, memory.spec_of(t).config, dense)
-            if keep:
-                attend_chunk(query.detach(), key.detach(), value.detach(), storage, chunk, True, True)
-        else:
-            out = attend_chunk(query, key, value, storage, chunk, dense, keep)
+            if not keep:
+                return out
+            query, key, value, dense = query.detach(), key.detach(), value.detach(), True
         if keep:
             first = self._first if self._kept else t
+            chunks += [of for frames, of in memory.chunks.items() if frames != t]
+            settled = memory.geometry.settles(first) and self._kept >= self.sink + self.window
+            stays = self._kept < self.sink, memory.geometry.cuts(first), settled
             if memory.raw_sink is not None:
                 with torch.no_grad():
                     # The sink's keys as they came, before the chunk is counted in.
                     here, token = memory.ring.fills(storage.counts, t)
                     memory.raw_sink.copy_(torch.where(here, raw.index_select(2, token), memory.raw_sink))
-            others = [of for frames, of in memory.chunks.items() if frames != t]
-            settled = memory.geometry.settles(first) and self._kept >= self.sink + self.window
-            keep_chunk(storage, [chunk, *others], self._kept < self.sink, memory.geometry.cuts(first), settled)
+        ran = run_chunk(query, key, value, storage, chunks, dense, stays)
+        if keep:
             if memory.raw_sink is not None:
                 with torch.no_grad():
                     # The sink ends where the window begins.
                     sink = memory.ring.tokens(storage.k)[2]
                     sink.copy_(self._rotated(memory.raw_sink, memory.ring.sink_start(storage.counts)))
             self._first, self._kept = first, self._kept + t
-        return out
+        return ran if out is None else out
 
     def allocate(self, query: Tensor, key: Tensor, thw: tuple[int, int, int]) -> None:
         """Takes the memory that ``attend`` of such tensors needs, which it otherwise does when first called: before ``torch.compile``.
@@ -189,12 +197,13 @@ class TileCache:
         query, key = autocast_inputs(query=query, key=key)
         thw = require_triple("thw", thw)
         layout = TokenLayout.video_text(thw)
-        kind = Kind.of(query, key)
         if self.group is None:
             check_tensors(query, key, key, layout, layout)
+            kind = Kind.of(query, key)
         else:
-            heads, kv_heads = own_heads(query, key, layout, self.group)
-            kind = kind._replace(heads=heads, kv_heads=kv_heads)
+            shards, heads, kv_heads = self._shared(self.group, query, key, key, layout)
+            heads, kv_heads = shards.deal_heads(heads, kv_heads)[shards.rank], shards.deal_heads(kv_heads)[shards.rank]
+            kind = Kind.of(query, key)._replace(heads=heads, kv_heads=kv_heads)
         self._fit(kind, thw, True).chunk(thw[0])
 
     def reset(self) -> None:
@@ -293,6 +302,19 @@ class TileCache:
             raise ValueError(f"start must be the number of frames kept so far, {self._kept}, got {start}: a chunk is kept once, and each "
                              "layer has a cache of its own")
 
+    def _shared(self, group: ProcessGroup | DeviceMesh, query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout,
+                text: tuple[Tensor, Tensor] | None = None, start: int | None = None) -> tuple[Shards, int, int]:
+        """(how ranks share a chunk out, H, Hkv); what is wrong with a call is said on all of them."""
+        def made() -> tuple[Shards, int, int]:
+            self._check_start(start)
+            shards = Shards.of(group, layout, "all")
+            heads, kv_heads, _ = check_tensors(query, key, value, layout, layout, share=shards)
+            if text is not None:
+                check_text(text, key, self.text)
+            return shards, heads, kv_heads
+
+        return said_to(group, made)
+
     def _rotated(self, key: Tensor, first: Tensor) -> Tensor:
         assert self.rotary is not None
         found = self.rotary(key, first)
@@ -357,14 +379,14 @@ class TileCache:
         if compiling():
             raise ValueError("the cache must have its memory before a compiler sees it, got none for such tensors; cache.allocate(query, "
                              "key, thw) takes it")
-        batch, heads, kv_heads, dim, dtype, device = kind
+        _, heads, kv_heads, dim, dtype, device = kind
         thw = geometry.thw(geometry.chunk)
         config = self.config.for_canvas(thw)
         # At density 1 there is nothing to choose.
         config = SSTAConfig(geometry.tile) if config.density == 1 else replace(config, tile_thw=geometry.tile)
         spec = LayerSpec(TokenLayout.video_text(thw), geometry.kv_layout, config, resolve_scale(self.scale, dim), dtype, device, heads,
                          kv_heads, dim, self.impl, True, False)
-        memory = Memory(geometry, spec, batch, self.rotary is not None)
+        memory = Memory(geometry, spec, kind, self.rotary is not None)
         if memory.raw_sink is not None:
             # A rotary that cannot move a sink raises here, before anything is stored.
             with torch.no_grad():

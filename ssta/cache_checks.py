@@ -29,11 +29,7 @@ class Kind(NamedTuple):
 
 
 def checked_config(config: SSTAConfig) -> SSTAConfig:
-    """A configuration that a cache can follow.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
+    """A configuration that a cache can follow."""
     if not isinstance(config, SSTAConfig):
         raise TypeError(f"config must be an SSTAConfig or None, got {type(config).__name__}")
     for of in (config, *[variant for _, variant in config._resolved]):
@@ -47,11 +43,7 @@ def checked_config(config: SSTAConfig) -> SSTAConfig:
 
 
 def check_text(text: tuple[Tensor, Tensor], key: Tensor, most: int) -> None:
-    """That keys and values of text fit keys of a chunk, in a cache with room for ``most`` tokens.
-
-    Raises:
-        TypeError, ValueError: it does not.
-    """
+    """That keys and values of text fit keys of a chunk, in a cache with room for ``most`` tokens."""
     if not isinstance(text, tuple) or len(text) != 2 or not all([isinstance(x, Tensor) for x in text]):
         raise TypeError(f"text must be a tuple of its keys and values, got {type(text).__name__}")
     wanted = key.shape[0], key.shape[1], key.shape[3], key.dtype, key.device
@@ -63,11 +55,7 @@ def check_text(text: tuple[Tensor, Tensor], key: Tensor, most: int) -> None:
 
 
 def check_state(state: Mapping[str, Any], raw_sink: bool) -> None:
-    """That it has what ``TileCache.state_dict`` gives, which is nothing or all; ``raw_sink``: of a cache with a rotary and a sink.
-
-    Raises:
-        TypeError, ValueError: it has not.
-    """
+    """That it has what ``TileCache.state_dict`` gives, which is nothing or all; ``raw_sink``: of a cache with a rotary and a sink."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be what state_dict() gave, got {type(state).__name__}")
     names = {"key", "value", *Counts._fields, "geometry", "heads", "first", "number", *(["raw_sink"] if raw_sink else [])}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,29 +23,17 @@ class Memory:
         geometry: where frames lie.
         spec: of the layer for the longest chunk; its kv_layout is what is held.
         raw_sink: the sink's keys without positions; None where keys come with them, and without a sink.
+        kind: of the tensors.
         chunks: what calls need, by the frames of their chunk.
     """
 
-    def __init__(self, geometry: Geometry, spec: LayerSpec, batch: int, rotary: bool) -> None:
-        self.geometry, self.spec, self.chunks = geometry, spec, dict[int, Chunk]()
+    def __init__(self, geometry: Geometry, spec: LayerSpec, kind: Kind, rotary: bool) -> None:
+        self.geometry, self.spec, self.kind, self.chunks = geometry, spec, kind, dict[int, Chunk]()
         tokens = geometry.sink * geometry.frame
         # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad(), on_device(torch.empty(0, device=spec.device)):
-            self.storage: Storage = self.layer.new(batch)
-            self.raw_sink = self.storage.k.new_zeros(batch, spec.kv_heads, tokens, spec.head_dim) if rotary and tokens else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "storage": self.storage.tensors}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        # A pickle does not know which tensors are parts of others.
-        self.storage = self.layer.storage(state["storage"])
-
-    @property
-    def kind(self) -> Kind:
-        k = self.storage.k
-        return Kind(k.shape[0], self.spec.heads, k.shape[1], k.shape[3], k.dtype, k.device)
+            self.storage: Storage = self.layer.new(kind.batch)
+            self.raw_sink = self.storage.k.new_zeros(kind.batch, spec.kv_heads, tokens, spec.head_dim) if rotary and tokens else None
 
     @property
     def layer(self) -> CachedLayer:

@@ -1,4 +1,4 @@
-"""Calls of a cache in whatever world they come: plain, or seen by a compiler, as two operators that write to its memory."""
+"""Calls of a cache in whatever world they come: plain, or seen by a compiler, as an operator that writes to its memory."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ def compiling() -> bool:
     return torch.compiler.is_compiling()
 
 
-def attend_chunk(query: Tensor, key: Tensor, value: Tensor, storage: Storage, chunk: Chunk, dense: bool, describe: bool) -> Tensor:
-    """``CachedLayer.attend`` in whatever world."""
+def run_chunk(query: Tensor, key: Tensor, value: Tensor, storage: Storage, chunks: Sequence[Chunk], dense: bool, keep: Sequence[bool] = ()
+              ) -> Tensor:
+    """``CachedLayer.attend`` of the first of ``chunks`` in whatever world.
+
+    Args:
+        chunks: with ``keep`` all that a cache knows, each of which then knows what is held.
+        keep: fill, cut and settled of ``CachedLayer.keep``; none = the chunk does not stay.
+    """
     if watched(query, key, value, storage.k):
-        return _attend(query, key, value, storage.tensors, chunk.known, chunk.plan, dense, describe)
+        return _run(query, key, value, storage.tensors, [x for chunk in chunks for x in chunk.known],
+                    "\n".join([chunk.plan for chunk in chunks]), dense, keep)
     with on_device(query), torch.no_grad():
-        layer = cached_layer(chunk.plan, query.device)
-        return layer.attend(query, key, value, storage, *chunk.known, dense=dense, describe=describe)
-
-
-def keep_chunk(storage: Storage, chunks: Sequence[Chunk], fill: bool, cut: bool, settled: bool) -> None:
-    """``CachedLayer.keep`` of the first chunk in whatever world; what is known for each of them is written anew unless that is settled."""
-    if watched(storage.k):
-        _keep(storage.tensors, [x for chunk in chunks for x in chunk.known], "\n".join([chunk.plan for chunk in chunks]), fill, cut,
-              settled)
-        return
-    with on_device(storage.k), torch.no_grad():
-        cached_layer(chunks[0].plan, storage.k.device).keep(storage, fill, cut, settled)
-        if not settled:
-            recount(storage, chunks)
+        layer = cached_layer(chunks[0].plan, query.device)
+        out = layer.attend(query, key, value, storage, *chunks[0].known, dense=dense, describe=len(keep) > 0)
+        if keep:
+            layer.keep(storage, *keep)
+            *_, settled = keep
+            if not settled:
+                recount(storage, chunks)
+    return out
 
 
 def recount(storage: Storage, chunks: Iterable[Chunk]) -> None:
@@ -57,33 +58,22 @@ def recount(storage: Storage, chunks: Iterable[Chunk]) -> None:
             x.copy_(new)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::attend_cached", mutates_args=("storage",))
-def _attend(query: Tensor, key: Tensor, value: Tensor, storage: list[Tensor], known: list[Tensor], plan: str, dense: bool, describe: bool
-            ) -> Tensor:
-    held = cached_layer(plan, query.device).storage(storage)
-    out = attend_chunk(query, key, value, held, Chunk(plan, known), dense, describe)
+@torch.library.custom_op(f"{NAMESPACE}::attend_cached", mutates_args=("storage", "known"))
+def _run(query: Tensor, key: Tensor, value: Tensor, storage: list[Tensor], known: list[Tensor], plans: str, dense: bool,
+         keep: Sequence[bool]) -> Tensor:
+    found = plans.split("\n")
+    each, held = len(known) // len(found), cached_layer(found[0], query.device).storage(storage)
+    out = run_chunk(query, key, value, held, [Chunk(plan, known[i * each:(i + 1) * each]) for i, plan in enumerate(found)], dense, keep)
     like = torch.empty_like(query)
     return out if out.stride() == like.stride() else like.copy_(out)
 
 
-@_attend.register_vmap
+@_run.register_vmap
 def _(info, in_dims, *args):
     raise ValueError("TileCache.attend must not be called under torch.func.vmap, whose entries would all be put into one cache: the "
                      "batch is a dimension of query, key and value")
 
 
-@_attend.register_fake
-def _(query, key, value, storage, known, plan, dense, describe):
+@_run.register_fake
+def _(query, key, value, storage, known, plans, dense, keep):
     return torch.empty_like(query)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::keep_cached", mutates_args=("storage", "known"))
-def _keep(storage: list[Tensor], known: list[Tensor], plans: str, fill: bool, cut: bool, settled: bool) -> None:
-    found = plans.split("\n")
-    each, held = len(known) // len(found), cached_layer(found[0], storage[0].device).storage(storage)
-    keep_chunk(held, [Chunk(plan, known[i * each:(i + 1) * each]) for i, plan in enumerate(found)], fill, cut, settled)
-
-
-@_keep.register_fake
-def _(storage, known, plans, fill, cut, settled):
-    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,15 +24,18 @@ if TYPE_CHECKING:
     from .kernels.tail import KeyStatistics
 
 
-class HeldTiles(NamedTuple):
-    """What a cache holds of some tiles, all next to each other.
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """A cache's memory, written in place.
 
     Attributes:
-        k, v: ``[B, Hkv, n, D]``.
-        k_means: float32 ``[B, Hkv, K, D]``, of layers that score by means; NaN of tiles that hold nothing. Else None.
-        statistics: of layers that estimate; else None.
+        counts: how many frames are where.
+        k, v: ``[B, Hkv, P, D]``, every place of ``Ring.tiles``.
+        k_means: float32 ``[B, Hkv, K, D]`` of every video tile, NaN of those that hold nothing; None of layers that do not score by means.
+        statistics: of every video tile; None of layers that do not estimate.
     """
 
+    counts: Counts
     k: Tensor
     v: Tensor
     k_means: Tensor | None
@@ -43,32 +46,9 @@ class HeldTiles(NamedTuple):
         """All that is known of the tiles."""
         return [*([] if self.k_means is None else [self.k_means]), *([] if self.statistics is None else self.statistics.held.values())]
 
-
-@dataclass(frozen=True, eq=False)
-class Storage:
-    """A cache's memory, written in place: all of it, and by its parts.
-
-    Attributes:
-        counts: how many frames are where.
-        whole, pages, chunk: every place and video tile of ``Ring.tiles``; those of the pages; of the chunk at hand.
-    """
-
-    counts: Counts
-    whole: HeldTiles
-    pages: HeldTiles
-    chunk: HeldTiles
-
-    @property
-    def k(self) -> Tensor:
-        return self.whole.k
-
-    @property
-    def v(self) -> Tensor:
-        return self.whole.v
-
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.k, self.v, *self.counts, *self.whole.known]
+        return [self.k, self.v, *self.counts, *self.known]
 
 
 def _by_means(spec: LayerSpec) -> bool:
@@ -96,7 +76,6 @@ class CachedLayer:
         every = torch.arange(kv_tiles.num_tiles, dtype=torch.int32, device=device)
         self.every = (torch.full((1, 1, tiles.num_tiles), kv_tiles.num_tiles, dtype=torch.int32, device=device),
                       every.expand(1, 1, tiles.num_tiles, -1).contiguous())
-        self.blocks = tiles.offsets, tiles.num_tiles, tiles.longest_video_tile
         self.parts = spec.config.compensation_parts
         self.rows = torch.arange(tiles.num_tiles + 1, dtype=torch.float64, device=device)
         # The numbers of all units that a chunk can have.
@@ -104,8 +83,7 @@ class CachedLayer:
         # Statistics of no tiles, by which those of a cache are put together again.
         self.none = self._room(torch.zeros(1, spec.kv_heads, 0, spec.head_dim, dtype=spec.dtype, device=device), 0)
         # Where kernels do everything, all steps of a call are planned as one; torch moves a chunk that is shorter than others.
-        self._whole = self.backend.plans(self._write) if self.places.in_chunk is None else None
-        self._constants: dict[int, Tensor] = {}
+        self._whole = self.backend.plans(self._write) if self.places.whole else None
 
     def _room(self, k: Tensor, tiles: int) -> KeyStatistics | None:
         """For statistics of so many tiles of keys such as k."""
@@ -116,23 +94,17 @@ class CachedLayer:
     def storage(self, tensors: list[Tensor]) -> Storage:
         """What ``Storage.tensors`` gave."""
         k, v, *rest = tensors
-        counts, rest = Counts(*rest[:len(Counts._fields)]), rest[len(Counts._fields):]
-        pages, chunk = [self._part(self.ring.tokens(k)[number], self.ring.tokens(v)[number], [self.ring.units(x)[number] for x in rest])
-                        for number in range(2)]
-        return Storage(counts, self._part(k, v, rest), pages, chunk)
-
-    def _part(self, k: Tensor, v: Tensor, known: list[Tensor]) -> HeldTiles:
-        k_means = known[0] if _by_means(self.spec) else None
-        return HeldTiles(k, v, k_means, None if self.none is None else self.none.of(known[k_means is not None:]))
+        counts, known = Counts(*rest[:len(Counts._fields)]), rest[len(Counts._fields):]
+        k_means = known.pop(0) if _by_means(self.spec) else None
+        return Storage(counts, k, v, k_means, None if self.none is None else self.none.of(known))
 
     def new(self, batch: int) -> Storage:
         """That of an empty cache."""
         spec, ring = self.spec, self.ring
         shape, tiles = (batch, spec.kv_heads), ring.tiles
         k, v = (torch.zeros(*shape, tiles.num_slots, spec.head_dim, dtype=spec.dtype, device=ring.device) for _ in range(2))
-        k_means = [torch.zeros(*shape, tiles.num_video_tiles, spec.head_dim, device=ring.device)] if _by_means(spec) else []
-        statistics = self._room(k, tiles.num_video_tiles)
-        storage = self.storage([k, v, *ring.new_counts(), *k_means, *([] if statistics is None else statistics.held.values())])
+        k_means = torch.zeros(*shape, tiles.num_video_tiles, spec.head_dim, device=ring.device) if _by_means(spec) else None
+        storage = Storage(ring.new_counts(), k, v, k_means, self._room(k, tiles.num_video_tiles))
         self.clear(storage)
         return storage
 
@@ -140,7 +112,20 @@ class CachedLayer:
         """Empties it of frames."""
         for x in (storage.counts.frames, storage.counts.place, storage.counts.kept):
             x.zero_()
-        _say_empty(storage.whole)
+        self._say_empty(storage)
+
+    def _say_empty(self, storage: Storage, part: int | None = None, pages: Tensor | None = None) -> None:
+        """That video tiles hold nothing, in whose place others then are put: all, or one part of ``Ring.units``, or of the first part those
+        of ``pages``, bool ``[n]``."""
+        log_count = None if storage.statistics is None else storage.statistics.log_count
+        for x, empty in ((storage.k_means, torch.nan), (log_count, -torch.inf)):
+            if x is None:
+                continue
+            x = x if part is None else self.ring.units(x)[part]
+            if pages is None:
+                x.fill_(empty)
+            else:
+                x.unflatten(2, (len(pages), -1)).masked_fill_(pages.view(-1, *[1] * (x.dim() - 2)), empty)
 
     # A chunk
 
@@ -154,7 +139,7 @@ class CachedLayer:
             describe: even so, put what is known of the chunk's tiles where ``keep`` finds it.
         """
         if self._whole is not None:
-            held = (storage.k, storage.v, lengths, k_per_row, *storage.whole.known)
+            held = (storage.k, storage.v, lengths, k_per_row, *storage.known)
             planned = self._whole.planned((query, key, value), held, dense, describe)
             if not isinstance(planned, Unplanned):
                 return planned(query, key, value, *[x for x in held if x is not None])[0]
@@ -165,14 +150,13 @@ class CachedLayer:
         (query, key, value), (k, v, lengths, k_per_row, *known) = xs, held
         storage = self.storage([k, v, *self.ring.new_counts(), *known])
         plan.results.append(self._steps(query, key, value, storage, lengths, k_per_row, dense, describe))
-        # They live as long as the layer, because a captured graph, which may hold it, reads them after the plan is gone.
-        self._constants.update({id(x): x for x in plan.constants})
+        self.layer.keep_constants(plan)
 
     def _steps(self, query: Tensor, key: Tensor, value: Tensor, storage: Storage, lengths: Tensor, k_per_row: Tensor | None, dense: bool,
                describe: bool) -> Tensor:
         """``attend``, one step after the other."""
-        move, (k, v, *_) = self.layer.tiles.move, storage.chunk
-        if self.places.in_chunk is None:
+        move, k, v = self.layer.tiles.move, self.ring.tokens(storage.k)[1], self.ring.tokens(storage.v)[1]
+        if self.places.whole:
             q, q_means, k_means = self.backend.gather_into(query, key, value, move, k, v)
         else:
             q, own_k, own_v, q_means, k_means = self.backend.gather(query, key, value, move, move)
@@ -182,8 +166,8 @@ class CachedLayer:
         if describe or not dense:
             self._describe(storage, k, v, k_means)
         del k, v
-        held = HeldKeys(lengths, storage.whole.statistics, k_per_row)
-        tiled = Tiled(q, storage.k, storage.v, q_means, storage.whole.k_means, held)
+        held = HeldKeys(lengths, storage.statistics, k_per_row)
+        tiled = Tiled(q, storage.k, storage.v, q_means, storage.k_means, held)
         layer, selection = self.layer, None
         if dense:
             layer = self.dense
@@ -192,15 +176,14 @@ class CachedLayer:
 
     def _describe(self, storage: Storage, k: Tensor, v: Tensor, k_means: Tensor | None) -> None:
         """Puts what is known of the chunk's tiles where the chunk at hand has its place."""
-        chunk = storage.chunk
-        if self.places.in_chunk is not None:
-            _say_empty(chunk)
-        if chunk.statistics is not None:
-            found = self.backend.key_statistics(k, v, self.blocks, self.parts, True)
-            self.backend.write_statistics(found, storage.whole.statistics, self.geometry.pages * self.geometry.layer_tiles * self.parts)
-        if chunk.k_means is not None:
+        if not self.places.whole:
+            self._say_empty(storage, 1)
+        if storage.statistics is not None:
+            found = self.backend.key_statistics(k, v, self.layer.q_blocks, self.parts, True)
+            self.backend.write_statistics(found, storage.statistics, self.ring.page_tiles * self.parts)
+        if storage.k_means is not None:
             k_means = descriptors(k, self.layer.tiles) if k_means is None else k_means
-            chunk.k_means.narrow(2, 0, k_means.shape[2]).copy_(k_means)
+            storage.k_means.narrow(2, self.ring.page_tiles, k_means.shape[2]).copy_(k_means)
 
     def keep(self, storage: Storage, fill: bool, cut: bool, settled: bool) -> None:
         """The chunk at hand stays, and what leaves the window goes.
@@ -213,8 +196,9 @@ class CachedLayer:
         ring, places, of = self.ring, self.places, self.geometry
         if fill:
             self._fill_sink(storage)
-        k, v, k_means, statistics = storage.whole
-        self.backend.write_ring((k, v), places.behind, places.in_pages, storage.counts.place, of.page_tokens, of.pages * of.page_tokens)
+        k_means, statistics = storage.k_means, storage.statistics
+        self.backend.write_ring((storage.k, storage.v), places.in_chunk, places.in_pages, storage.counts.place, of.page_tokens,
+                                of.pages * of.page_tokens)
         for xs, each in (([] if k_means is None else [k_means], of.layer_tiles),
                          ([] if statistics is None else [*statistics.held.values()], of.layer_tiles * self.parts)):
             if xs:
@@ -224,7 +208,7 @@ class CachedLayer:
             ring.turn(storage.counts, places)
             return
         oldest = ring.roll(storage.counts, places)
-        _say_empty(storage.pages, storage.counts.frames == 0)
+        self._say_empty(storage, 0, storage.counts.frames == 0)
         if cut:
             self.describe_pages(storage, oldest)
 
@@ -232,8 +216,7 @@ class CachedLayer:
         """Those of the chunk's frames that the sink has room for go there."""
         ring, places = self.ring, self.places
         here, token = ring.fills(storage.counts, places.frames)
-        at = places.tiles.inverse[token]
-        at = at if places.in_chunk is None else places.in_chunk[at]
+        at = places.in_chunk[places.tiles.inverse[token]]
         for x in (storage.k, storage.v):
             _, chunk, sink, _ = ring.tokens(x)
             sink.copy_(torch.where(here, chunk.index_select(2, at), sink))
@@ -242,23 +225,23 @@ class CachedLayer:
         """Finds anew what is known of the tiles of ``pages``, int64 ``[n]``."""
         ring, number = self.ring, len(pages)
         lengths = storage.counts.frames[pages][:, None] * ring.areas
-        k, v = (x.unflatten(2, (self.geometry.pages, -1)).index_select(2, pages).flatten(2, 3) for x in (storage.pages.k, storage.pages.v))
+        k, v = (ring.tokens(x)[0].unflatten(2, (self.geometry.pages, -1)).index_select(2, pages).flatten(2, 3)
+                for x in (storage.k, storage.v))
         starts = torch.arange(number, device=ring.device)[:, None] * self.geometry.page_tokens + ring.starts
-        into = storage.pages
-        if into.statistics is not None:
+        if storage.statistics is not None:
             # A tile, then what lies between it and the next one, which is a block that nobody asks about.
             bounds = torch.stack([starts, starts + lengths], -1).flatten()
             offsets = torch.cat([bounds, bounds.new_full((1,), k.shape[2])]).int()
             found = self.backend.key_statistics(k, v, (offsets, 2 * starts.numel(), self.ring.tiles.longest_video_tile), self.parts, True)
             own = found.of(x.unflatten(2, (2 * starts.numel(), -1))[:, :, ::2].flatten(2, 3) for x in found.held.values())
-            self.backend.write_statistics(own, storage.whole.statistics, spread(pages, self.geometry.layer_tiles * self.parts))
-        if into.k_means is not None:
+            self.backend.write_statistics(own, storage.statistics, spread(pages, self.geometry.layer_tiles * self.parts))
+        if storage.k_means is not None:
             token = torch.arange(ring.tiles.longest_video_tile, device=ring.device)
             inside = (token < lengths[..., None]).flatten(0, 1)[..., None]
             at = (starts[..., None] + token).clamp(max=k.shape[2] - 1)
             tokens = k.index_select(2, at.flatten()).unflatten(2, inside.shape[:2]).float().masked_fill(~inside, 0)
             means = (tokens.sum(3) / inside.sum(1)).to(k.dtype).float()
-            into.k_means.index_copy_(2, spread(pages, self.geometry.layer_tiles), means)
+            storage.k_means.index_copy_(2, spread(pages, self.geometry.layer_tiles), means)
 
     def known(self, storage: Storage) -> list[Tensor]:
         """What of ``HeldKeys`` follows from the frames that there are: lengths, and k_per_row of layers that compute a density."""
@@ -269,15 +252,6 @@ class CachedLayer:
         tiles = (lengths[0, 0, :self.ring.tiles.num_video_tiles] > 0).sum()
         window, = self.layer.fixed.window
         return [lengths, counts_at(self.rows, tiles * config.density, window).int()[None, None]]
-
-
-def _say_empty(part: HeldTiles, pages: Tensor | None = None) -> None:
-    """That tiles hold nothing, in whose place others then are put: all, or those of ``pages``, bool ``[n]``."""
-    empty = torch.ones(1, dtype=torch.bool, device=part.k.device) if pages is None else pages
-    if part.k_means is not None:
-        part.k_means.unflatten(2, (len(empty), -1)).masked_fill_(empty[:, None, None], torch.nan)
-    if part.statistics is not None:
-        part.statistics.log_count.unflatten(2, (len(empty), -1)).masked_fill_(empty[:, None], -torch.inf)
 
 
 def plan_of(geometry: Geometry, spec: LayerSpec) -> str:

@@ -220,11 +220,7 @@ class SSTAConfig:
 
     @classmethod
     def from_plain(cls, plain: tuple[tuple[str, object], ...]) -> SSTAConfig:
-        """What ``plain`` was taken of.
-
-        Raises:
-            ValueError: it names a function of another process.
-        """
+        """What ``plain`` was taken of."""
         return cls(**{name: _from_plain(value) for name, value in plain})
 
     def for_canvas(self, thw: tuple[int, int, int]) -> SSTAConfig:

@@ -138,9 +138,7 @@ class Cut:
             object.__setattr__(self, name, value)
 
 
-@remember_plain
-def cut_of(tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str) -> Cut:
-    return Cut(tokens, tile_thw, padding)
+cut_of = remember_plain(Cut)
 
 
 def in_sequence(tokens: TokenLayout, video: Sequence, dense: Sequence) -> list:

@@ -31,13 +31,9 @@ def described(
     deterministic: Any = True, impl: Any = "auto", rows: Any = None, means: bool = False, by_thw: bool = False,
     world: World | None = None, share: Shares | None = None,
 ) -> LayerSpec:
-    """The layer that a call is of, after all checks.
+    """The layer that a call is of, after all checks. The arguments are those of ``attention.attend``, the tensors in autocast's dtype.
 
     Args:
-        query, key, value: in autocast's dtype.
-        layout, config, kv_layout, text_mask, scale, deterministic, impl: as ``ssta_attention`` takes them.
-        rows, means: as ``LayerSpec`` has them.
-        by_thw: layout was given as thw and text_len, which errors name.
         world: in which the tensors come; None = nobody wants a gradient, and nothing is remembered.
         share: what this rank has of ``layout``; the tensors are of it then, the spec is of the layer of all ranks together.
     """

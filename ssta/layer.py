@@ -14,7 +14,7 @@ from .kernels import BlockLists, Deferred, PatternFacts, Route, choose_backend, 
 from .kernels.memo import Kept, Unplanned, remember
 from .layout import Input, checked_layout
 from .result import ExactMass, Found, LayerResult, Tape
-from .rows import all_rows, some_rows
+from .rows import all_rows, in_places, some_rows
 from .scoring import Facts, rule_of, tile_means
 from .selection import Left, Selection, fixed_tiles, text_lengths
 from .spec import LayerSpec
@@ -150,10 +150,10 @@ class Layer:
         # A tape goes with the backward, and what is known of a selection may stay.
         plan.keep(*ran.held[:_KNOWN])
         plan.keep(*ran.held[_KNOWN:])
-        self._keep_constants(plan)
+        self.keep_constants(plan)
         return ran.route
 
-    def _keep_constants(self, plan: Plan) -> None:
+    def keep_constants(self, plan: Plan) -> None:
         """They live as long as the layer, because a captured graph, which may hold it, reads them after the plan is gone."""
         self._constants.update({id(x): x for x in plan.constants})
 
@@ -241,12 +241,12 @@ class Layer:
         held = tiled.held
         active, lengths = left if held is None else (None, held.lengths)
         useful = None if estimates is None else estimates.useful
-        if self.budget is None:
-            return self.fixed.selection(self.backend, active, lengths, useful)
-        scores = self.score(tiled, estimates)
-        budget = self.budget(scores)
-        if held is not None and held.k_per_row is not None:
-            budget = budget._replace(k_per_row=held.k_per_row)
+        scores = budget = None
+        if self.budget is not None:
+            scores = self.score(tiled, estimates)
+            budget = self.budget(scores)
+            if held is not None and held.k_per_row is not None:
+                budget = budget._replace(k_per_row=held.k_per_row)
         return self.fixed.chosen(self.backend, scores, budget, self.room, active, lengths, useful)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, Route]:
@@ -301,7 +301,7 @@ class Layer:
         if not self._route(self.rows.lists(blocks)).planned_backward:
             raise Unplanned("these kernels' backward is no part of a plan")
         plan.results += self.backward(found.tape, dout, blocks)
-        self._keep_constants(plan)
+        self.keep_constants(plan)
 
     def backward(self, tape: Tape, dout: Tensor, blocks: BlockLists, dmeans: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v, in the orders of the layouts; the steps of ``run`` in reverse.
@@ -320,7 +320,7 @@ class Layer:
         if tape.merged is None:
             dout = backend.take(dout, rows.held) if self.moves or spec.rows is not None else dout
         else:
-            dout, dlse, *of_tail = self._combine_backward(tape, rows.of_tokens(backend, dout))
+            dout, dlse, *of_tail = self._combine_backward(tape, in_places(backend, dout, rows.token_of_slot))
         dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, spec.scale, False, spec.deterministic)
         dq = rows.to_slots(backend, dq)
         if of_tail is not None:

@@ -126,20 +126,16 @@ def _config(sparse_type: str, canvas_thw: tuple[int, int, int], tile_thw: tuple[
 def _selected(q: Tensor, k: Tensor, canvas_thw: tuple[int, int, int], text_len: int, config: SSTAConfig, text_mask: Tensor | None
               ) -> Tensor:
     """bool ``[B, H or 1, T, T]``: what a layer with this configuration selects; q and k need not have the text."""
-    _check_inputs(q, k, prod(canvas_thw))
+    wanted = "[batch, heads, tokens of canvas_thw, head_dim]"
+    check_tensor("q", q, DTYPES, (None, None, prod(canvas_thw), None), wanted, None)
+    check_tensor("k", k, (q.dtype,), (q.shape[0], None, q.shape[2], q.shape[3]), wanted, q.device)
+    if 0 in (q.shape[1], k.shape[1]) or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q's heads must be a multiple of k's, at least one of each, got {q.shape[1]} and {k.shape[1]}")
     layout = TokenLayout.video_text(canvas_thw, text_len)
     (batch, heads, _, dim), kv_heads = q.shape, k.shape[1]
     text = None if text_mask is None else TextMask.of(text_mask, batch, layout, q.device)
     layer = prepared(LayerSpec(layout, layout, config, dim**-0.5, q.dtype, q.device, heads, kv_heads, dim, "auto", True, False))
     return layer.select(Tiled(q, k, k, None, None), None, layer.left(text)).blocks.to_mask()
-
-
-def _check_inputs(q: Tensor, k: Tensor, tokens: int) -> None:
-    """That q and k are what the selection takes, in these two names."""
-    check_tensor("q", q, DTYPES, (None, None, tokens, None), "[batch, heads, tokens of canvas_thw, head_dim]", None)
-    check_tensor("k", k, (q.dtype,), (q.shape[0], None, tokens, q.shape[3]), "[batch, heads, tokens of canvas_thw, head_dim]", q.device)
-    if 0 in (q.shape[1], k.shape[1]) or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q's heads must be a multiple of k's, at least one of each, got {q.shape[1]} and {k.shape[1]}")
 
 
 def _grid(canvas_thw: tuple[int, int, int], tile_thw: tuple[int, int, int]) -> tuple[int, int, int]:

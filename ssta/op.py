@@ -69,10 +69,8 @@ def run_layer(
 
     Args:
         query, key, value: also what other ranks send, which has a tensor's shape, dtype and device and a method ``wait`` that gives it.
-        world: in which they come.
         text_mask: of the keys' dense runs, checked.
-        selection: attend to what an earlier call with the same layouts, config and text_mask selected, instead of selecting anew.
-        layers: gives the layer of a spec.
+        selection, layers: as ``attention.attend`` takes them.
     """
     if world.watched and isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
         refuse_forward_mode(query=query, key=key, value=value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from copy import copy
-from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from .config import SSTAConfig
 from .cut import TiledSegment
 from .inputs import described
-from .kernels import Backend, BlockLists, Route
+from .kernels import BlockLists
 from .kernels.operators import on_device
 from .layer import Layer, prepared
 from .layout import TileLayout
@@ -21,12 +21,10 @@ from .op import in_autocast
 from .result import LayerResult
 from .sequence import TokenLayout
 from .text import TextMask
-from .window import near
 
 SAMPLED_ROWS = 32
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Report:
     """What ``explain`` found. ``print(report)`` shows a table; ``to_dict`` gives plain numbers; the pictures of ``ssta.plot`` take it.
 
@@ -62,47 +60,39 @@ class Report:
         backend: which implementation runs the layer's other steps, and why no faster one.
     """
 
-    implementation: str
-    why_not: tuple[str, ...]
-    device: str
-    dtype: str
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    tokens: int
-    video_tokens: int
-    text_tokens: int
-    valid_text_tokens: tuple[int, ...] | None
-    tiled_tokens: int
-    padding_share: float
-    video_tiles: int
-    partial_video_tiles: int
-    text_tiles: int
-    partial_text_tiles: int
-    tiles_per_query: float
-    tile_density: float
-    token_density: float
-    flops: int
-    dense_flops: int
-    attention_kept: float | None
-    error_sources: tuple[str, ...]
-    seconds: float | None
-    exact_mass: tuple[float, float, float] | None
-    without_estimate: tuple[int, int] | None
-    output_error: float | None
-    route: Route
-    config: SSTAConfig
-    layout: TileLayout
-    blocks: BlockLists
-    near: Tensor | None
-    backend: Backend
+    def __init__(self, layer: Layer, ran: LayerResult, query: Tensor, key: Tensor, value: Tensor | None, text: TextMask | None,
+                 seconds: float) -> None:
+        route, spec, config, layout = ran.route, layer.spec, layer.spec.config, layer.tiles
+        assert route is not None, "a run of a layer knows"
+        # A copy says nothing of tensors that its owner may write to.
+        blocks, n = copy(ran.selection.blocks), layout.num_video_tiles
+        mask = blocks.to_mask()
+        masses = None if value is None or ran.mass is None else ran.mass.tensor()
+        self.implementation, self.why_not = route.name, route.explain()
+        self.device, self.dtype = str(query.device), str(query.dtype).removeprefix("torch.")
+        self.batch, self.heads, self.kv_heads, self.head_dim = len(query), spec.heads, spec.kv_heads, spec.head_dim
+        self.tokens, self.video_tokens, self.text_tokens = spec.layout.length, spec.layout.video_length, spec.layout.dense_length
+        self.valid_text_tokens = None if text is None else text.valid_tokens()
+        self.tiled_tokens, self.padding_share = layout.num_slots, 1 - self.tokens / layout.num_slots
+        self.video_tiles, self.partial_video_tiles = n, _partial_tiles(layout.video)
+        self.text_tiles, self.partial_text_tiles = layout.num_dense_tiles, _partial_tiles(layout.dense)
+        self.tiles_per_query = float(mask[..., :n, :].sum(-1).float().mean()) if n else 0.0
+        self.tile_density = float(mask.float().mean())
+        self.flops = 4 * self.head_dim * _token_pairs(blocks, mask, layout.num_slots, self.batch * self.heads)
+        self.dense_flops = 4 * self.head_dim * self.tokens**2 * self.batch * self.heads
+        self.token_density = self.flops / self.dense_flops
+        self.without_estimate = None if masses is None else heads_without_estimate(masses)
+        self.attention_kept, self.output_error = _against_dense(query, key, value, ran.out, layout, mask, text, spec.scale)
+        self.seconds = None if value is None else seconds
+        self.exact_mass = None if masses is None else mass_summary(masses)
+        self.route, self.backend, self.config, self.layout, self.blocks = route, layer.backend, config, layout, blocks
+        self.error_sources = self._error_sources(query.dtype)
+        self.near = layer.fixed.forced[:n, :n].clone() if config.selected_by != "block_attn" else None
 
     def to_dict(self) -> dict:
         """The numbers and sentences as plain Python values that json.dumps takes; the configuration and the tensors stay out."""
         held = {"route", "backend", "config", "layout", "blocks", "near"}
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in held}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items() if name not in held}
 
     def __str__(self) -> str:
         ran = "would run" if self.seconds is None else f"ran, {self.seconds:.3g} s"
@@ -138,6 +128,42 @@ class Report:
 
     __repr__ = __str__
 
+    def _error_sources(self, dtype: torch.dtype) -> tuple[str, ...]:
+        """Sentences on what makes this case differ from exact dense attention, the largest source first."""
+        found = []
+        config, padding = self.config, self.tiled_tokens - self.tokens
+        if self.tile_density < 1:
+            rest = f"{1 - self.tile_density:.1%} of the tile pairs are "
+            if config.compensation == "none":
+                found.append(rest + "dropped, with all that their keys would have given")
+            else:
+                dropped, of = self.without_estimate or (0, 1)
+                found.append(rest + ("estimated from their means and covariances" if dropped < of else
+                                     "dropped: no head has an estimate, because its tokens differ too much inside tiles"))
+                if 0 < dropped < of:
+                    found.append(f"{dropped} of {of} heads have no estimate, because their tokens differ too much inside tiles: "
+                                 "theirs are dropped")
+            if config.selected_by == "sta":
+                without = "seen, however similar" if config.compensation == "none" else "computed exactly, however poor its estimate"
+                found.append(f"the window alone selects: nothing outside it is {without}")
+            elif config.scored_by != "error":
+                cells = 1 if config.pool_cells is None else math.prod(config.pool_cells)
+                found.append(f"tiles are chosen by {'the mean' if cells == 1 else f'{cells} means'} of their tokens: "
+                             "a single similar token in an unlike tile is overlooked")
+            if config.mask_share_within_head and self.heads > 1 and config.selected_by != "sta":
+                found.append(f"one pattern serves all {self.heads} heads: a head that looks elsewhere loses more")
+        if padding:
+            what = "repetitions" if config.pad_type == "repeat" else "zeros in the video"
+            if config.pad_type == "zero" and self.text_tiles:
+                what += ", repetitions in the text"
+            found.append(f"{padding:,} padding tokens ({what}) are attended to like real ones")
+        if self.valid_text_tokens is not None and config.pad_type != "none":
+            found.append("text is kept by whole tiles: invalid text tokens that share a tile with valid ones are attended to")
+        if not found:
+            found.append("nothing is dropped and nothing is padded: equal to dense attention but for rounding")
+        found.append(f"rounding to {str(dtype).removeprefix('torch.')}, in relative steps of {torch.finfo(dtype).eps:.1e}")
+        return tuple(found)
+
 
 @torch.no_grad()
 def explain(
@@ -165,7 +191,12 @@ def explain(
         ValueError: an empty query, or one on the meta device, which has no values to select by.
         TypeError, ValueError: what ``ssta_3d_attention`` rejects.
     """
-    tokens = _token_layout(thw, text_len)
+    if not isinstance(thw, TokenLayout):
+        tokens = TokenLayout.video_text(thw, 0 if text_len is None else text_len)
+    elif text_len is None:
+        tokens = thw
+    else:
+        raise ValueError(f"text_len must be left out with a TokenLayout, which says it, got {text_len}")
     if config is None:
         config = SSTAConfig(**keywords)
     elif keywords:
@@ -176,42 +207,14 @@ def explain(
     if query.numel() == 0 or query.is_meta:
         raise ValueError(f"query must have values to explain, got shape {tuple(query.shape)} on {query.device}")
     text = None if text_mask is None else TextMask.of(text_mask, query.shape[0], tokens, query.device)
-    config, scale = spec.config, spec.scale
-    batch, heads, length, head_dim = query.shape
     layer = prepared(spec)
-    layout = layer.tiles
-    ran, seconds = _run(layer, query, key, given, text)
-    output = None if value is None else ran.out
-    # A copy says nothing of tensors that its owner may write to.
-    blocks = copy(ran.selection.blocks)
-    n = layout.num_video_tiles
-    window = near(layout.tile_grids, config.kernel_thw, query.device) if config.selected_by != "block_attn" else None
-    mask = blocks.to_mask()
-    tile_density = float(mask.float().mean())
-    flops = 4 * head_dim * _token_pairs(blocks, mask, layout.num_slots, batch * heads)
-    dense_flops = 4 * head_dim * length**2 * batch * heads
-    kept, error = _against_dense(query, key, value if value is None else given, output, layout, mask, text, scale)
-    masses = None if output is None or ran.mass is None else ran.mass.tensor()
-    exact_mass = None if masses is None else mass_summary(masses)
-    without = None if masses is None else heads_without_estimate(masses)
-    route = ran.route
-    assert route is not None, "a run of a layer knows"
-    return Report(
-        implementation=route.name, why_not=route.explain(), device=str(query.device), dtype=str(query.dtype).removeprefix("torch."),
-        batch=batch, heads=heads, kv_heads=key.shape[1], head_dim=head_dim,
-        tokens=length, video_tokens=tokens.video_length, text_tokens=tokens.dense_length,
-        valid_text_tokens=None if text is None else text.valid_tokens(),
-        tiled_tokens=layout.num_slots, padding_share=1 - length / layout.num_slots,
-        video_tiles=n, partial_video_tiles=_partial_tiles(layout.video),
-        text_tiles=layout.num_dense_tiles, partial_text_tiles=_partial_tiles(layout.dense),
-        tiles_per_query=float(mask[..., :n, :].sum(-1).float().mean()) if n else 0.0,
-        tile_density=tile_density, token_density=flops / dense_flops, flops=flops, dense_flops=dense_flops, attention_kept=kept,
-        error_sources=_error_sources(config, layout, tile_density, query.dtype, masked=text is not None, heads=heads,
-                                     without=without),
-        seconds=None if value is None else seconds, exact_mass=exact_mass, without_estimate=without, output_error=error,
-        route=route, config=config, layout=layout, blocks=blocks,
-        near=window, backend=layer.backend,
-    )
+    finish = partial(torch.cuda.synchronize, query.device) if query.is_cuda else lambda: None
+    with on_device(query):
+        finish()
+        start = time.perf_counter()
+        ran = layer.run(query, key, given, text)
+        finish()
+    return Report(layer, ran, query, key, None if value is None else given, text, time.perf_counter() - start)
 
 
 def heads_without_estimate(exact_mass: Tensor) -> tuple[int, int]:
@@ -219,28 +222,6 @@ def heads_without_estimate(exact_mass: Tensor) -> tuple[int, int]:
     Synchronises the device."""
     without = exact_mass.isnan().any(2)
     return int(without.sum()), without.numel()
-
-
-def _token_layout(thw: tuple[int, int, int] | TokenLayout, text_len: int | None) -> TokenLayout:
-    if not isinstance(thw, TokenLayout):
-        return TokenLayout.video_text(thw, 0 if text_len is None else text_len)
-    if text_len is not None:
-        raise ValueError(f"text_len must be left out with a TokenLayout, which says it, got {text_len}")
-    return thw
-
-
-def _run(layer: Layer, query: Tensor, key: Tensor, value: Tensor, text: TextMask | None) -> tuple[LayerResult, float]:
-    """What the layer gave, and the seconds until the device had finished it."""
-    def finish() -> None:
-        if query.device.type == "cuda":
-            torch.cuda.synchronize(query.device)
-
-    finish()
-    start = time.perf_counter()
-    with on_device(query):
-        ran = layer.run(query, key, value, text)
-    finish()
-    return ran, time.perf_counter() - start
 
 
 def mass_summary(exact_mass: Tensor) -> tuple[float, float, float] | None:
@@ -267,7 +248,7 @@ def _token_pairs(blocks: BlockLists, mask: Tensor, slots: int, batch_times_heads
     return int(pairs.sum()) * (batch_times_heads // pairs.numel())
 
 
-def _against_dense(query: Tensor, key: Tensor, value: Tensor | None, output: Tensor | None, layout: TileLayout, mask: Tensor,
+def _against_dense(query: Tensor, key: Tensor, value: Tensor | None, output: Tensor, layout: TileLayout, mask: Tensor,
                    text: TextMask | None, scale: float) -> tuple[float | None, float | None]:
     """(attention_kept, output_error) over video rows at even distances, from their full softmax."""
     video = [segment.first_token + torch.arange(math.prod(segment.extent), device=query.device) for segment in layout.video]
@@ -287,46 +268,10 @@ def _against_dense(query: Tensor, key: Tensor, value: Tensor | None, output: Ten
     selected = selected.repeat_interleave(heads // selected.shape[1], 1).expand(batch, -1, -1, -1).reshape(groups)
     kept = float((weights * selected).sum(-1).mean())
     error = math.nan
-    if output is not None and value is not None:
+    if value is not None:
         dense = weights @ value.to(wide)[:, :, None]
         error = float((output[:, :, rows].to(wide).reshape(groups) - dense).norm() / dense.norm())
     return (kept if math.isfinite(kept) else None), (error if math.isfinite(error) else None)
-
-
-def _error_sources(config: SSTAConfig, layout: TileLayout, density: float, dtype: torch.dtype, *, masked: bool, heads: int,
-                   without: tuple[int, int] | None) -> tuple:
-    """Sentences on what makes this case differ from exact dense attention, the largest source first."""
-    found = []
-    padding = layout.num_slots - layout.tokens.length
-    if density < 1:
-        rest = f"{1 - density:.1%} of the tile pairs are "
-        if config.compensation == "none":
-            found.append(rest + "dropped, with all that their keys would have given")
-        else:
-            dropped, of = without or (0, 1)
-            found.append(rest + ("estimated from their means and covariances" if dropped < of else
-                                 "dropped: no head has an estimate, because its tokens differ too much inside tiles"))
-            if 0 < dropped < of:
-                found.append(f"{dropped} of {of} heads have no estimate, because their tokens differ too much inside tiles: "
-                             "theirs are dropped")
-        if config.selected_by == "sta":
-            found.append("the window alone selects: nothing outside it is "
-                         + ("seen, however similar" if config.compensation == "none" else "computed exactly, however poor its estimate"))
-        elif config.scored_by != "error":
-            cells = 1 if config.pool_cells is None else math.prod(config.pool_cells)
-            found.append(f"tiles are chosen by {'the mean' if cells == 1 else f'{cells} means'} of their tokens: "
-                         "a single similar token in an unlike tile is overlooked")
-        if config.mask_share_within_head and heads > 1 and config.selected_by != "sta":
-            found.append(f"one pattern serves all {heads} heads: a head that looks elsewhere loses more")
-    if padding:
-        found.append(f"{padding:,} padding tokens ({'zeros in the video' if config.pad_type == 'zero' else 'repetitions'}"
-                     f"{', repetitions in the text' if config.pad_type == 'zero' and layout.dense else ''}) are attended to like real ones")
-    if masked and config.pad_type != "none":
-        found.append("text is kept by whole tiles: invalid text tokens that share a tile with valid ones are attended to")
-    if not found:
-        found.append("nothing is dropped and nothing is padded: equal to dense attention but for rounding")
-    found.append(f"rounding to {str(dtype).removeprefix('torch.')}, in relative steps of {torch.finfo(dtype).eps:.1e}")
-    return tuple(found)
 
 
 def _si(number: float) -> str:

@@ -31,12 +31,7 @@ class Like(NamedTuple):
 
 def results(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, indices: Tensor | None) -> dict[str, Like]:
     """A layer's results: out, the lists of its selection and what is useful of it, exact_mass, the offsets of tiles that differ in length,
-    and the means of the video tiles.
-
-    Args:
-        query, text_mask: as the layer takes them.
-        indices: of a selection to attend to; None = the layer selects.
-    """
+    and the means of the video tiles. ``indices``: of a selection to attend to; None = the layer selects."""
     config, batch, heads, (cut, kv_cut) = spec.config, query.shape[0], spec.heads, spec.cuts
     masked, whole = text_mask is not None and len(kv_cut.dense) > 0, config.pad_type != "none"
     room = spec.room if indices is None else indices.shape[3]

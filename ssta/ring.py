@@ -6,7 +6,7 @@ tiles becoming shorter: nothing moves, and what is left stays in one piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -110,6 +110,8 @@ class Ring:
         tiles: the memory cut into tiles, which come in this order: those of each page, the chunk's, the sink's, the text's.
         areas: int64 ``[layer_tiles]``, tokens of a frame in each tile of a page.
         starts: int64 ``[layer_tiles]``, where each tile of a page begins in it.
+        parts: tokens of all pages, of the chunk at hand, of the sink, of the text.
+        page_tiles: tiles of all pages.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
@@ -117,6 +119,8 @@ class Ring:
         self.tiles = checked_layout(geometry.kv_layout, geometry.tile, "none", device)
         self.areas = checked_layout(TokenLayout((VideoGrid(*geometry.thw(1)),)), (1, *geometry.tile[1:]), "none", device).lengths.long()
         self.starts = (self.areas.cumsum(0) - self.areas) * geometry.tile[0]
+        self.parts = geometry.pages * geometry.page_tokens, geometry.chunk * geometry.frame, geometry.sink * geometry.frame, geometry.text
+        self.page_tiles = geometry.pages * geometry.layer_tiles
         self.order = torch.arange(geometry.pages, device=device)
         # How many tokens of their run lie before the tiles of sink and text, and how many tokens these have.
         self.before = torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *[
@@ -174,16 +178,13 @@ class Ring:
         text = slice(self.of_sink, None)
         lengths[0, 0, self.tiles.num_video_tiles:][text].copy_(torch.minimum((tokens - self.before[text]).clamp(min=0), self.sizes[text]))
 
-    def tokens(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def tokens(self, x: Tensor) -> Sequence[Tensor]:
         """A cache's keys or values ``[B, Hkv, P, D]`` in parts: the pages', the chunk's, the sink's and the text's."""
-        of = self.geometry
-        sizes = of.pages * of.page_tokens, of.chunk * of.frame, of.sink * of.frame, of.text
-        pages, chunk, sink, text = x.split_with_sizes(sizes, 2)
-        return pages, chunk, sink, text
+        return x.split_with_sizes(self.parts, 2)
 
     def units(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What is known of video tiles in parts: the pages', and the chunk's."""
-        in_pages = x.shape[2] // self.tiles.num_video_tiles * self.geometry.pages * self.geometry.layer_tiles
+        in_pages = x.shape[2] // self.tiles.num_video_tiles * self.page_tiles
         return x.narrow(2, 0, in_pages), x.narrow(2, in_pages, x.shape[2] - in_pages)
 
     def in_sequence(self, frames: list[int], place: int, kept: int, text: int) -> Iterator[tuple[VideoGrid | DenseRun, Tensor]]:
@@ -207,8 +208,8 @@ class ChunkPlaces:
         frames: how many.
         tiles: the chunk cut into tiles, in whose order it is brought.
         lengths: int64, the tokens of the chunk's tiles in a cache's memory; 0 of those that a shorter chunk leaves empty.
-        in_chunk: int64 ``[tokens]``, where each token of the tiles lies in the memory for the chunk at hand; None = in this order.
-        behind: int64 ``[tokens]``, the same in any case.
+        whole: whether it fills the memory for the chunk at hand, in which its tokens then lie in the order of its tiles.
+        in_chunk: int64 ``[tokens]``, where each token of the tiles lies there.
         in_pages: int64 ``[tokens]``, where in pages one after another.
         begins, ends: int64 ``[layers]``, the frames of each page's layer: from begins up to ends.
     """
@@ -222,27 +223,18 @@ class ChunkPlaces:
         self.lengths[:tiles.num_tiles] = tiles.lengths
         tile = tile_of_slot(tiles)
         token = torch.arange(tiles.num_slots, device=device) - tiles.offsets[tile]
-        self.in_chunk = None
-        if frames < geometry.chunk:
-            self.in_chunk = token + (ring.tiles.offsets[first + tile] - ring.tiles.offsets[first])
+        self.whole = frames == geometry.chunk
+        self.in_chunk = token + (ring.tiles.offsets[first + tile] - ring.tiles.offsets[first])
         of_layer = tile % geometry.layer_tiles
         area = ring.areas[of_layer]
         depth = tiles.lengths[tile] // area
         flipped = (depth - 1 - token // area) * area + token % area
-        self.behind = torch.arange(tiles.num_slots, device=device) if self.in_chunk is None else self.in_chunk
         self.in_pages = tile // geometry.layer_tiles * geometry.page_tokens + ring.starts[of_layer] + flipped
         self.begins = torch.arange(0, frames, geometry.tile[0], device=device)
         self.ends = (self.begins + geometry.tile[0]).clamp(max=frames)
 
 
-@remember(64)
-def ring_of(geometry: Geometry, device: torch.device) -> Ring:
-    return Ring(geometry, device)
-
-
-@remember(64)
-def chunk_places(geometry: Geometry, frames: int, device: torch.device) -> ChunkPlaces:
-    return ChunkPlaces(geometry, frames, device)
+ring_of, chunk_places = remember(64)(Ring), remember(64)(ChunkPlaces)
 
 
 def spread(places: Tensor, each: int) -> Tensor:

@@ -18,98 +18,74 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class AllRows:
-    """Every row of a layer's tiles: nothing is to be done.
+class LayerRows:
+    """The rows of a layer that are computed: all P slots of its T tiles, or n of them. Every tile stays a block, of as many rows as it has
+    among these.
 
     Args:
         returned: int64, the row of each token of the result, in its order.
         held: int64, which of these tokens each row holds, -1 = padding.
         slot_of_token, token_of_slot: the same of the slots of all rows.
+        slots: int64 ``[n]``, ascending; None = all, and so are the others.
+        offsets: int32 ``[T + 1]``: tile i has the rows from ``offsets[i]`` up to ``offsets[i + 1]``, which may be none.
+        before: int32 ``[T]``: how many slots of a dense tile lie before its first row here; 0 for video tiles, whose slots all are valid.
+        of_slot: int64 ``[P]``, the row of each slot, -1 = not of these.
     """
 
     returned: Tensor
     held: Tensor
     slot_of_token: Tensor
     token_of_slot: Tensor
+    slots: Tensor | None = None
+    offsets: Tensor | None = None
+    before: Tensor | None = None
+    of_slot: Tensor | None = None
 
     def take(self, backend: Backend, q: Tensor) -> Tensor:
         """The rows of q ``[B, H, P, D]``."""
-        return q
+        return q if self.slots is None else backend.take(q, self.slots)
 
     def lists(self, blocks: BlockLists) -> BlockLists:
         """A layer's lists for these rows."""
-        return blocks
-
-    def spread(self, backend: Backend, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """What the rows have, in the places of all; others attended to nothing."""
-        return out, lse
-
-    def gathered(self, backend: Backend, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """The adjoint of ``spread``."""
-        return out, lse
-
-    def to_slots(self, backend: Backend, x: Tensor) -> Tensor:
-        """Rows' gradients in the places of all, zeros in the others."""
-        return x
-
-    def of_tokens(self, backend: Backend, x: Tensor) -> Tensor:
-        """What the computed tokens have, in the places of all slots, zeros in the others."""
-        return backend.take(x, self.token_of_slot)
-
-
-@dataclass(frozen=True, eq=False)
-class SomeRows(AllRows):
-    """n rows of a layer of P slots in T tiles; every tile stays a block, of as many rows as it has among these. The rest as ``AllRows``.
-
-    Args:
-        slots: int64 ``[n]``, ascending.
-        offsets: int32 ``[T + 1]``: tile i has the rows from ``offsets[i]`` up to ``offsets[i + 1]``, which may be none.
-        before: int32 ``[T]``: how many slots of a dense tile lie before its first row here; 0 for video tiles, whose slots all are valid.
-        of_slot: int64 ``[P]``, the row of each slot, -1 = not of these.
-    """
-
-    slots: Tensor
-    offsets: Tensor
-    before: Tensor
-    of_slot: Tensor
-
-    def take(self, backend: Backend, q: Tensor) -> Tensor:
-        return backend.take(q, self.slots)
-
-    def lists(self, blocks: BlockLists) -> BlockLists:
+        if self.offsets is None or self.before is None:
+            return blocks
         # Without rows, a list is nothing to walk.
         counts = blocks.counts.masked_fill(self.offsets.diff() == 0, 0)
         lengths = None if blocks.q_lengths is None else (blocks.q_lengths - self.before).clamp(min=0)
         return replace(blocks, counts=counts, q_offsets=self.offsets, q_lengths=lengths)
 
     def spread(self, backend: Backend, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        if not len(self.slots):
+        """What the rows have, in the places of all; others attended to nothing."""
+        if self.of_slot is None:
+            return out, lse
+        if not out.shape[2]:
             number = len(self.of_slot)
             return pad(out, (0, 0, 0, number)), pad(lse, (0, number), value=-torch.inf)
         others = self.of_slot < 0
         return backend.take(out, self.of_slot), lse.index_select(2, self.of_slot.clamp(min=0)).masked_fill(others, -torch.inf)
 
     def gathered(self, backend: Backend, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        return backend.take(out, self.slots), lse.index_select(2, self.slots)
+        """The adjoint of ``spread``."""
+        return (out, lse) if self.slots is None else (backend.take(out, self.slots), lse.index_select(2, self.slots))
 
     def to_slots(self, backend: Backend, x: Tensor) -> Tensor:
-        return self._in_slots(backend, x, self.of_slot)
-
-    def of_tokens(self, backend: Backend, x: Tensor) -> Tensor:
-        return self._in_slots(backend, x, self.token_of_slot)
-
-    def _in_slots(self, backend: Backend, x: Tensor, index: Tensor) -> Tensor:
-        return backend.take(x, index) if len(self.slots) else x.new_zeros(*x.shape[:2], len(index), x.shape[3])
+        """Rows' gradients in the places of all, zeros in the others."""
+        return x if self.of_slot is None else in_places(backend, x, self.of_slot)
 
 
-def all_rows(tiles: TileLayout, returned: tuple[tuple[int, int], ...] | None = None) -> AllRows:
+def in_places(backend: Backend, x: Tensor, index: Tensor) -> Tensor:
+    """What x ``[B, H, n, D]`` has at each of ``index``, zeros at -1; n may be 0."""
+    return backend.take(x, index) if x.shape[2] else x.new_zeros(*x.shape[:2], len(index), x.shape[3])
+
+
+def all_rows(tiles: TileLayout, returned: tuple[tuple[int, int], ...] | None = None) -> LayerRows:
     """returned: as ``LayerSpec`` has it."""
     slots = tiles.inverse if returned is None else torch.cat([tiles.inverse.narrow(0, first, count) for first, count in returned])
-    return AllRows(slots, tiles.returned, slots, tiles.returned)
+    return LayerRows(slots, tiles.returned, slots, tiles.returned)
 
 
 @remember(64)
-def some_rows(tiles: TileLayout, spans: tuple[tuple[int, int], ...]) -> SomeRows:
+def some_rows(tiles: TileLayout, spans: tuple[tuple[int, int], ...]) -> LayerRows:
     """The rows of the tokens in ``spans``, (first token, tokens) each."""
     slots, of_token = torch.cat([tiles.inverse.narrow(0, first, count) for first, count in spans]).sort()
     tile = torch.bucketize(slots, tiles.offsets[1:], right=True)
@@ -122,4 +98,4 @@ def some_rows(tiles: TileLayout, spans: tuple[tuple[int, int], ...]) -> SomeRows
     before[:tiles.num_video_tiles] = 0
     slot_of_token = torch.empty_like(slots).scatter(0, of_token, slots)
     token_of_slot = torch.full_like(of_slot, -1).scatter(0, slots, of_token)
-    return SomeRows(places.scatter(0, of_token, places), of_token, slot_of_token, token_of_slot, slots, offsets, before, of_slot)
+    return LayerRows(places.scatter(0, of_token, places), of_token, slot_of_token, token_of_slot, slots, offsets, before, of_slot)

@@ -52,7 +52,7 @@ class Facts:
             k_means = descriptors(k, layer.kv_tiles, config.pool_cells)
         if config.mask_share_within_head:
             if layer.spec.peers is not None:
-                from .ranks.heads import all_heads
+                from .ranks.shards import all_heads
 
                 # The heads themselves and not their sums, so that the means are the same bits on all ranks and in one process.
                 q_means, k_means = all_heads(layer.spec.peers, q_means, k_means)
@@ -99,6 +99,15 @@ def tile_means(x: Tensor, layout: TileLayout, adaptive_pool: tuple[int, int, int
     return torch.cat(grids, 2)
 
 
+def block_means(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """``[B, H, S, D]`` -> ``[B, H, ceil(S / size), D]``; the last block may be shorter."""
+    whole = x.shape[2] // size * size
+    means = [x[:, :, :whole].unflatten(2, (-1, size)).mean(3, dtype=dtype)] if whole else []
+    if whole < x.shape[2]:
+        means.append(x[:, :, whole:].mean(2, keepdim=True, dtype=dtype))
+    return torch.cat(means, 2)
+
+
 def _pool_grid(x: Tensor, extent: tuple[int, int, int], tile: tuple[int, int, int], cells: tuple[int, int, int] | None) -> Tensor:
     """``[B, H, t * h * w, D]`` in tiled order -> ``[B, H, tiles, C]``.
 
@@ -116,10 +125,8 @@ def _pool_grid(x: Tensor, extent: tuple[int, int, int], tile: tuple[int, int, in
 
 
 def _runs(x: Tensor, dim: int, extent: int, size: int, slots: int) -> list[tuple[Tensor, int]]:
-    """Dimension ``dim``, ``extent`` positions of ``slots`` slots each, as (tiles, slots of a tile): the whole tiles, then the partial one.
-
-    Returns (view, positions in a tile) of each that exists.
-    """
+    """(view, positions in a tile) of the whole tiles, then of the partial one, where there are any. ``dim`` has ``extent`` positions of
+    ``slots`` slots each; in a view it is two: tiles, and slots of a tile."""
     whole, rest = extent // size, extent % size
     runs = []
     if whole:

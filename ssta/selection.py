@@ -53,23 +53,20 @@ class FixedTiles:
     window: tuple[int, ...]
     lists: BlockLists
 
-    def selection(self, backend: Backend, active: Tensor | None, lengths: Tensor | None, useful: Tensor | None) -> Selection:
-        """Nothing is chosen. The rest as in ``chosen``."""
-        counts, indices = self.lists.counts, self.lists.indices
-        if active is not None:
-            counts, indices = backend.select(self.forced, None, 0, active, False, self.kv_tiles.num_tiles)
-        return Selection(self.relisted(counts, indices, lengths), useful)
-
-    def chosen(self, backend: Backend, scores: Tensor, budget: Budget, room: int, active: Tensor | None, lengths: Tensor | None,
-               useful: Tensor | None) -> Selection:
-        """The selection that a budget makes of scores.
+    def chosen(self, backend: Backend, scores: Tensor | None, budget: Budget | None, room: int, active: Tensor | None,
+               lengths: Tensor | None, useful: Tensor | None) -> Selection:
+        """The selection that a budget makes of scores; without either nothing is chosen.
 
         Args:
             room: how many tiles a list has at most, as of the ``LayerSpec``.
             active, lengths: what is left of the dense runs, as ``text_lengths`` gives it.
             useful: as of the Selection.
         """
-        if budget.k_per_row is None:
+        if budget is None:
+            lists = self.lists.counts, self.lists.indices
+            if active is not None:
+                lists = backend.select(self.forced, None, 0, active, False, room)
+        elif budget.k_per_row is None:
             lists = backend.keep(self.forced, budget.own, active)
         else:
             lists = backend.select(self.forced, scores, budget.k_per_row, active, budget.beyond, room)
@@ -118,11 +115,7 @@ class Left(NamedTuple):
 
 
 def text_lengths(tiles: TileLayout, text_mask: TextMask | Tensor | None, backend: Backend) -> Left:
-    """What a mask over ``tiles``' dense runs leaves of them.
-
-    Args:
-        text_mask: checked; None = every token is valid.
-    """
+    """What a checked mask over ``tiles``' dense runs leaves of them; None = every token is valid."""
     if text_mask is None or not tiles.dense:
         return Left(None, None)
     whole = tiles.padding != "none"

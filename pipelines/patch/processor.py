@@ -20,7 +20,6 @@ from ssta.kernels.checks import autocast_inputs
 from ssta.layout import Input
 from ssta.op import world_of
 from ssta.ranks import Sent
-from ssta.ranks.layer import exchanged
 from ssta.ranks.rings import shares_of
 from ssta.ranks.shares import Shares, Spans
 from ssta.report import heads_without_estimate, mass_summary
@@ -306,7 +305,7 @@ class SSTAProcessor:
             return self._densely(q, k, v, layout, text_mask, kv_layout=kv_layout)
         spec = described(q, k, v, layout, EXACT, text_mask=text_mask, impl=self.context.impl, world=world_of(q, k, v, text_mask),
                          share=q.shards)
-        exchange = exchanged(q, k, v, spec, text_mask, q.shards, self._exchange.note)
+        exchange = q.shards.exchanged(q, k, v, spec, text_mask, self._exchange.note)
         result, name = self._densely(*exchange.ready(), layout, text_mask, exchange.spec.rows)
         self._exchange.note("attended")
         if isinstance(result, Tensor):

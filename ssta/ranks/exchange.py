@@ -55,7 +55,7 @@ class Incoming:
                     first, into = shards.rank * self._own[0], self._into(place)
                     deferred.part(place.local, place.length, slice(first, first + self._own[0])).write(into.permute(1, 2, 0, 3))
                 else:
-                    own = [x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]), counts[shards.rank])
+                    own = [x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]) % x.shape[1], counts[shards.rank])
                            for x, counts in zip(tensors, deals)]
                     out = None if self._buffer is None else self._into(place)
                     parts.append(torch.cat([x.permute(2, 0, 1, 3) for x in own], 2, out=out))
@@ -220,14 +220,16 @@ def _sum_tokens(shards: Shards, x: Tensor, own: tuple[int, ...]) -> Tensor:
 
 
 def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int) -> Tensor:
-    """Some tokens of each ``[B, H, S_r, D]``, flat: for each rank ``[tokens, B, its heads of all tensors, D]``."""
+    """Some tokens of each ``[B, H, S_r, D]``, flat: for each rank ``[tokens, B, its heads of all tensors, D]``, which are all heads of a
+    tensor that has no more than one rank is dealt."""
     ranks, (batch, _, _, dim) = len(deals[0]), xs[0].shape
     pieces = [x.narrow(2, first, tokens) for x in xs]
     if all([len(set(counts)) == 1 for counts in deals]):
         own = [counts[0] for counts in deals]
         packets = xs[0].new_empty(ranks, tokens, batch, sum(own), dim)
         for piece, into in zip(pieces, packets.split(own, 3)):
-            into, piece = _in_words(into, piece.view(batch, ranks, into.shape[3], tokens, dim).permute(1, 3, 0, 2, 4))
+            piece = piece.unflatten(1, (-1, into.shape[3])).expand(-1, ranks, -1, -1, -1)
+            into, piece = _in_words(into, piece.permute(1, 3, 0, 2, 4))
             into.copy_(piece)
         return packets.view(-1)
     dealt = [piece.permute(2, 0, 1, 3).split(counts, 2) for piece, counts in zip(pieces, deals)]
@@ -235,18 +237,13 @@ def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int) -> Ten
 
 
 def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace, shards: Shards) -> Tensor:
-    """A shared run's packets, flat."""
+    """A shared run's packets, flat. What is deferred the kernel writes there at once; each rank has as many heads of it."""
     x, held = xs[0], place.held[shards.rank]
-    if isinstance(x, Deferred):
-        return _finished_packets(x, shards.ranks, place.local, held)
-    return _packets([x for x in xs if isinstance(x, Tensor)], deals, place.local, held)
-
-
-def _finished_packets(x: Deferred, ranks: int, first: int, tokens: int) -> Tensor:
-    """``_packets`` of what the kernel writes there at once; each rank has as many heads."""
+    if not isinstance(x, Deferred):
+        return _packets([x for x in xs if isinstance(x, Tensor)], deals, place.local, held)
     batch, heads, _, dim = x.shape
-    packets = torch.empty(ranks, tokens, batch, heads // ranks, dim, dtype=x.dtype, device=x.device)
-    x.part(first, tokens).write(packets.permute(2, 0, 3, 1, 4))
+    packets = torch.empty(shards.ranks, held, batch, heads // shards.ranks, dim, dtype=x.dtype, device=x.device)
+    x.part(place.local, held).write(packets.permute(2, 0, 3, 1, 4))
     return packets.view(-1)
 
 
@@ -284,12 +281,15 @@ class Collective:
 class ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shards: Shards, deals: Deals, arrival: Incoming | None, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.shards, ctx.deals = shards, deals
+        ctx.shards, ctx.deals, ctx.heads = shards, deals, [x.shape[1] for x in xs]
         return (arrival or Incoming(shards, xs, deals)).wait()
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *send_tokens(ctx.shards, grads, ctx.deals, gather=False)
+        sent = send_tokens(ctx.shards, grads, ctx.deals, gather=False)
+        # Of heads that every rank got each has a gradient: their sum, rank after rank.
+        return None, None, None, *[grad if grad.shape[1] == heads else grad.unflatten(1, (-1, heads)).sum(1)
+                                   for grad, heads in zip(sent, ctx.heads)]
 
 
 class ToTokens(torch.autograd.Function):

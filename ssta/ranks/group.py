@@ -11,12 +11,7 @@ if TYPE_CHECKING:
 
 
 def resolve_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
-    """``group`` as a process group that this process belongs to; None = the default group.
-
-    Raises:
-        TypeError: neither a ProcessGroup nor a DeviceMesh.
-        ValueError: torch.distributed is not initialised, a mesh of more than one dimension, or a group of other processes.
-    """
+    """``group`` as a process group that this process belongs to, after all checks; None = the default group."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("group must come after torch.distributed.init_process_group, as torchrun's programs call it, got no initialised "
                          "torch.distributed")

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..kernels import Deferred
 from ..kernels.memo import remember_plain
 from ..sequence import TokenLayout
 from ..spec import LayerSpec
-from .exchange import Batch, Collective, Exchange
+from .exchange import Exchange
 from .group import group_of, is_mesh
 from .runs import Run, deal, held_by, runs_of
 from .shards import Shards
-from .shares import Sent, Shares, Spans, check_sent, own_spec
-from .world import in_graph, recorded
+from .shares import Sent, Shares, Spans, own_spec
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-# For each run the tokens that each place of a ring has, or just its own number of tokens where it stays as it is.
-TokensByPlace = tuple[tuple[int, ...], ...]
+
+@dataclass(frozen=True)
+class Piece(Run):
+    """A shared run of which the places of a ring have ``counts`` tokens."""
+
+    counts: tuple[int, ...]
+
+    def held(self, ranks: int) -> tuple[int, ...]:
+        return self.counts
 
 
 class Pieces(NamedTuple):
@@ -35,14 +39,14 @@ class Pieces(NamedTuple):
     Attributes:
         runs: its piece of the sequence, which the ranks that exchange heads share out.
         rows: the tokens whose rows it computes: of its piece, and a share of what is whole.
-        gathered: how the ring puts keys and values together.
-        joined: how it puts the rows of what is whole together; None where nothing is.
+        gathered: the sequence as the ring shares it out.
+        joined: the rows of all pieces as the ring shares them out, who gathers those of what is whole; None where nothing is.
     """
 
     runs: tuple[Run, ...]
     rows: Spans
-    gathered: TokensByPlace
-    joined: TokensByPlace | None
+    gathered: tuple[Run, ...]
+    joined: tuple[Run, ...] | None
 
 
 @remember_plain
@@ -53,10 +57,10 @@ def pieces_of(runs: tuple[Run, ...], size: int, place: int, width: int) -> Piece
             for of in places]
     own = tuple([Run(counts[place], True) if run.shared else run for run, counts in zip(runs, held)])
     rows = tuple([(of.start + sum(counts[:place]), counts[place]) for of, counts in zip(places, held)])
-    # A run that is not shared is on every rank already; only its rows need to be joined.
-    gathered = tuple([counts if run.shared else (run.length,) for run, counts in zip(runs, held)])
+    # What is whole is whole already, but for its rows.
+    gathered = tuple([Piece(run.length, True, counts) if run.shared else run for run, counts in zip(runs, held)])
     joined = None if size == 1 or all([run.shared for run in runs]) else tuple(
-        [(counts[place],) if run.shared else counts for run, counts in zip(runs, held)])
+        [Run(counts[place], False) if run.shared else Piece(run.length, True, counts) for run, counts in zip(runs, held)])
     return Pieces(own, rows, gathered, joined)
 
 
@@ -105,27 +109,26 @@ class Rings(Shares):
         sent.shards = self
         return sent
 
-    def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, spec: LayerSpec, note: Callable[[str], object]
-                 ) -> Exchange:
+    def exchange(self, query: Any, key: Any, value: Any, spec: LayerSpec, note: Callable[[str], object]) -> Exchange:
         """``[B, H, S_r, D]`` -> ``[B, H_r, S, D]``, of which this rank computes the rows of its piece."""
-        if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
-            own: tuple = query, key, value
-            if self.inner.ranks > 1:
-                own = self.inner.to_heads(*own, key_heads=spec.kv_heads)
-        else:
-            assert isinstance(query, Sent) and isinstance(key, Sent) and isinstance(value, Sent), "the call is checked"
-            check_sent(self, spec, query, key, value)
+        own: tuple[Any, ...] = query, key, value
+        if isinstance(query, Sent):
             own = query.wait(), key.wait(), value.wait()
-        q, k, v = _gather(self, own, self._pieces.gathered)
+        elif self.inner.ranks > 1:
+            own = self.inner.to_heads(*own, key_heads=spec.kv_heads)
+        q, k, v = self._in_ring(self._pieces.gathered).to_all(*own)
         note("arrived")
         heads, kv_heads = (deal[self.inner.rank] for deal in (self.deal_heads(spec.heads, spec.kv_heads), self.deal_heads(spec.kv_heads)))
         return Exchange((q, k, v), own_spec(spec, self.inner.group, heads, kv_heads, self._pieces.rows),
                         partial(self._back, heads=spec.heads, key_heads=spec.kv_heads))
 
+    def _in_ring(self, runs: tuple[Run, ...]) -> Shards:
+        return Shards(runs, self.size, self.place, self.ring)
+
     def _back(self, out: Tensor, heads: int, key_heads: int) -> Tensor:
         """``[B, H_r, n, D]`` of this rank's rows, in the sequence's order -> ``[B, H, S_r, D]``."""
         if self._pieces.joined is not None:
-            out, = _gather(self, (out,), self._pieces.joined)
+            out = self._in_ring(self._pieces.joined).to_all(out)
         return out if self.inner.ranks == 1 else self.inner.to_tokens(out, heads, key_heads=key_heads)
 
 
@@ -134,58 +137,3 @@ def shares_of(group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, spli
     if is_mesh(group) and group.ndim == 2:
         return Rings.of(group, layout, split)
     return Shards.of(group, layout, split)
-
-
-def _gather(rings: Rings, xs: Sequence[Tensor], counts: TokensByPlace) -> tuple[Tensor, ...]:
-    """Parts of runs, gathered: tensors ``[B, H_r, own parts, D]`` -> ``[B, H_r, all parts, D]``, differentiable."""
-    return _Gather.apply(rings, counts, *xs) if recorded(*xs) else _gathered(rings, xs, counts)
-
-
-def _gathered(rings: Rings, xs: Sequence[Tensor], counts: TokensByPlace) -> tuple[Tensor, ...]:
-    joined = torch.cat([x.permute(2, 0, 1, 3) for x in xs], 2)
-    parts = list(joined.split([of[rings.place] if len(of) > 1 else of[0] for of in counts]))
-    moved = [number for number, of in enumerate(counts) if len(of) > 1]
-    # To each the same.
-    came = _swap(rings, [[parts[number].reshape(-1)] * rings.size for number in moved], [counts[number] for number in moved], joined)
-    for number, part in zip(moved, came):
-        parts[number] = part
-    return tuple([part.permute(1, 2, 0, 3) for part in torch.cat(parts).split([x.shape[1] for x in xs], 2)])
-
-
-def _returned(rings: Rings, xs: Sequence[Tensor], counts: TokensByPlace) -> list[Tensor]:
-    """The adjoint: what the ranks of a ring have of the gradients of one another's parts, summed over the ring, rank after rank."""
-    joined = torch.cat([x.permute(2, 0, 1, 3) for x in xs], 2)
-    parts = list(joined.split([sum(of) for of in counts]))
-    moved = [number for number, of in enumerate(counts) if len(of) > 1]
-    came = _swap(rings, [[piece.reshape(-1) for piece in parts[number].split(counts[number])] for number in moved],
-                 [(counts[number][rings.place],) * rings.size for number in moved], joined)
-    for number, part in zip(moved, came):
-        parts[number] = part.unflatten(0, (rings.size, counts[number][rings.place])).sum(0)
-    return [x.permute(1, 2, 0, 3) for x in torch.cat(parts).split([x.shape[1] for x in xs], 2)]
-
-
-def _swap(rings: Rings, packets: list[list[Tensor]], comes: list[tuple[int, ...]], like: Tensor) -> list[Tensor]:
-    """What comes from the places of the ring for each run, ``[tokens of all, *like.shape[1:]]``.
-
-    Args:
-        packets: what goes to each place for each run, flat.
-        comes: how many tokens come from each place for each run.
-    """
-    width = prod(like.shape[1:])
-    if in_graph(like):
-        return [Collective(rings.ring, torch.cat(goes), [count * width for count in counts], [part.numel() for part in goes]).wait().view(
-            -1, *like.shape[1:]) for goes, counts in zip(packets, comes)]
-    into = [like.new_empty(sum(counts), *like.shape[1:]) for counts in comes]
-    Batch(rings.ring, rings.place, [(goes, part.split(counts)) for goes, part, counts in zip(packets, into, comes)]).wait()
-    return into
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rings: Rings, counts: TokensByPlace, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.rings, ctx.counts = rings, counts
-        return _gathered(rings, xs, counts)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_returned(ctx.rings, grads, ctx.counts)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels import Deferred
 from ..sequence import TokenLayout
-from ..spec import LayerSpec
+from ..spec import LayerSpec, Peers
 from .exchange import Deals, Exchange, Incoming, ToTokens, packet_spans, send_packets, send_tokens
 from .group import resolve_group
-from .runs import runs_of
-from .shares import Sent, Shares, check_sent, own_spec
+from .runs import Run, runs_of
+from .shares import Sent, Shares, own_spec
 from .world import in_graph, recorded
 
 if TYPE_CHECKING:
@@ -35,17 +36,7 @@ class Shards(Shares):
 
     @classmethod
     def of(cls, group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, split: str = "video") -> Shards:
-        """How ``group`` shares ``layout`` out.
-
-        Args:
-            group: the ranks; None = the default group.
-            layout: the whole sequence.
-            split: "video" = each video grid by itself, dense runs are whole on every rank; "all" = the whole sequence as one run. A run's
-                shares are ``torch.tensor_split``'s.
-
-        Raises:
-            TypeError, ValueError: the argument's name, what was required and what came.
-        """
+        """How ``group`` shares out ``layout``, the whole sequence; as ``ssta_attention`` takes them, None = the default group."""
         runs, group = runs_of(layout, split), resolve_group(group)
         return cls(runs, group.size(), group.rank(), group)
 
@@ -53,12 +44,7 @@ class Shards(Shares):
         return f"rank {self.rank} of {self.ranks}: {self.local_length:,} of {self.length:,} tokens"
 
     def heads(self, total: int, key_heads: int | None = None) -> tuple[int, int]:
-        """(first, last): this rank has the heads from first up to last, of ``total``. ``key_heads``: of grouped-query attention, whose key
-        heads are dealt out, each with all its query heads.
-
-        Raises:
-            ValueError: ranks would be left without a head, or total is no multiple of key_heads.
-        """
+        """(first, last): this rank has the heads from first up to last; the rest as ``deal_heads``."""
         counts = self.deal_heads(total, key_heads)
         first = sum(counts[:self.rank])
         return first, first + counts[self.rank]
@@ -67,25 +53,21 @@ class Shards(Shares):
     def groups(self) -> tuple[ProcessGroup, ...]:
         return (self.group,)
 
-    def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, spec: LayerSpec, note: Callable[[str], object]
-                 ) -> Exchange:
+    def exchange(self, query: Any, key: Any, value: Any, spec: LayerSpec, note: Callable[[str], object]) -> Exchange:
         q_deal, kv_deal = self.deal_heads(spec.heads, spec.kv_heads), self.deal_heads(spec.kv_heads)
         own = own_spec(spec, self.group, q_deal[self.rank], kv_deal[self.rank])
-        if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
-            if spec.recorded or in_graph(query, key, value):
-                arriving: tuple = self._send((query, key, value), (q_deal, kv_deal, kv_deal)).wait()
-            else:
-                # Each is packed while the one before it is on its way, and v and k are brought into tiles while q is.
-                value, key = self._send((value,), (kv_deal,)), self._send((key,), (kv_deal,))
-                arriving = self._send((query,), (q_deal,)), key, value
-        else:
-            assert isinstance(query, Sent) and isinstance(key, Sent) and isinstance(value, Sent), "the call is checked"
-            check_sent(self, spec, query, key, value)
-            arriving = query, key, value
+        arriving = query, key, value
+        if isinstance(query, Sent):
             if not all([x.waits for x in arriving]):
                 arriving = query.wait(), key.wait(), value.wait()
+        elif spec.recorded or in_graph(*arriving):
+            arriving = self._send(arriving, (q_deal, kv_deal, kv_deal)).wait()
+        else:
+            # Each is packed while the one before it is on its way, and v and k are brought into tiles while q is.
+            value, key = self._send((value,), (kv_deal,)), self._send((key,), (kv_deal,))
+            arriving = self._send((query,), (q_deal,)), key, value
         if isinstance(arriving[0], Sent):
-            arriving[0].then(note)
+            arriving[0].note = note
             # The layer gives packets, so that nothing is packed again.
             own = own._replace(returned=packet_spans(self.places, self.ranks))
         else:
@@ -132,6 +114,13 @@ class Shards(Shares):
             "x's batch", "x's heads", "x's head_dim", "x's dtype", "x's device", "heads of all ranks", "gradients"), call)))
         return self._send(xs, deals)
 
+    def to_all(self, *xs: Tensor) -> Any:
+        """A rank's tokens, gathered with those of the others, which have the same heads: ``[B, H, S_r, D]`` -> ``[B, H, S, D]``. As
+        ``to_heads``, of which every rank gets all heads."""
+        if self.ranks == 1:
+            return xs[0] if len(xs) == 1 else xs
+        return self._send(xs, tuple([(x.shape[1],) * self.ranks for x in xs])).wait()
+
     def _send(self, xs: tuple[Tensor | Deferred, ...], deals: Deals) -> Sent:
         only = xs[0] if len(xs) == 1 else None
         if isinstance(only, Deferred) and only.ready is None and len(set(deals[0])) == 1:
@@ -177,3 +166,14 @@ class Shards(Shares):
                 raise ValueError(f"tensors that are exchanged together must be alike in batch, head_dim, dtype and device, got "
                                  f"{tuple(like.shape)} {like.dtype} {like.device} and {tuple(x.shape)} {x.dtype} {x.device}")
         return tuple([self.deal_heads(x.shape[1], key_heads) for x in xs])
+
+
+def all_heads(peers: Peers, q_means: Tensor, k_means: Tensor) -> tuple[Tensor, Tensor]:
+    """What each rank has of its heads, of all: ``[B, H_r, N, C]`` -> ``[B, H, N, C]``, and so of key heads. Without gradients."""
+    group = dist.distributed_c10d._resolve_process_group(peers.group)  # type: ignore[arg-type]
+    own, keys = (Shards((Run(x.shape[2], False),), group.size(), group.rank(), group) for x in (q_means, k_means))
+    if own.ranks == 1:
+        return q_means, k_means
+    q, = send_tokens(own, (q_means,), (own.deal_heads(peers.heads, peers.kv_heads),), gather=True)
+    k, = send_tokens(keys, (k_means,), (own.deal_heads(peers.kv_heads),), gather=True)
+    return q.contiguous(), k.contiguous()

@@ -68,15 +68,30 @@ class Shares:
         """This rank's ``[B, H, S_r, D]``, on their way."""
         raise NotImplementedError
 
-    def exchange(self, query: Tensor | Sent, key: Tensor | Sent, value: Tensor | Sent, spec: LayerSpec, note: Callable[[str], object]
-                 ) -> Exchange:
-        """q, k and v for a layer of one process, and the way back.
+    def exchange(self, query: Any, key: Any, value: Any, spec: LayerSpec, note: Callable[[str], object]) -> Exchange:
+        """``exchanged`` of ranks that agree."""
+        raise NotImplementedError
+
+    def exchanged(self, query: Any, key: Any, value: Any, spec: LayerSpec, text_mask: object, note: Callable[[str], object]) -> Exchange:
+        """q, k and v for a layer of one process, and the way back, once the ranks agree on what they attend to.
 
         Args:
+            query, key, value: this rank's tensors ``[B, H, S_r, D]``, or all three as ``start`` sent them; their shapes are checked.
             spec: the layer of all ranks together.
             note: called with "arrived" once what comes is being waited for.
+
+        Raises:
+            TypeError, ValueError: what the ranks were not given alike, and what another one refused.
         """
-        raise NotImplementedError
+        batch, unmasked = query.shape[0], text_mask is None
+        self.agreed(None if spec.config.holds_functions else (spec, batch, unmasked), lambda: {
+            "layout": spec.layout, "query's batch, heads and head_dim": (batch, spec.heads, spec.head_dim), "key's heads": spec.kv_heads,
+            "dtype": spec.dtype, "device": spec.device.type, "config": spec.config, "scale": spec.scale,
+            "deterministic": spec.deterministic, "impl": spec.impl, "gradients": spec.recorded,
+            "text_mask": "none" if unmasked else "given"})
+        if isinstance(query, Sent):
+            check_sent(self, spec, query, key, value)
+        return self.exchange(query, key, value, spec, note)
 
     def deal_heads(self, total: int, key_heads: int | None = None) -> tuple[int, ...]:
         """How many of ``total`` heads each of the ranks has that exchange heads. ``key_heads``: of grouped-query attention, whose key heads
@@ -88,11 +103,7 @@ class Shares:
         return dealt(total, total if key_heads is None else key_heads, self.head_ranks)
 
     def check(self, name: str, x: Any, length: int | None = None) -> None:
-        """That ``x`` is ``[B, H, S_r, D]``.
-
-        Raises:
-            TypeError, ValueError: in the name ``name``, with both numbers.
-        """
+        """That ``x``, under its ``name``, is ``[B, H, S_r, D]``."""
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         self._check_shape(name, x.shape, self.local_length if length is None else length)
@@ -134,6 +145,7 @@ class Sent:
         deals: of each tensor how many heads each rank has.
         shape, dtype, device: of what comes, where it is one tensor: ``[B, H_r, S, D]``.
         requires_grad: whether a gradient is wanted.
+        note: called with "arrived" after it was waited for.
     """
 
     def __init__(self, shards: Shards, xs: tuple[Tensor | Deferred, ...], deals: Deals, incoming: Incoming | None, recorded: bool) -> None:
@@ -146,7 +158,7 @@ class Sent:
         self._by: Shards | None = shards
         self._xs = xs if recorded else ()
         self._incoming = incoming
-        self._arrived: Callable[[str], object] | None = None
+        self.note: Callable[[str], object] | None = None
 
     @property
     def heads(self) -> int:
@@ -170,11 +182,6 @@ class Sent:
         assert self._incoming is not None, "it was waited for"
         return self._incoming.sent
 
-    def then(self, note: Callable[[str], object]) -> Sent:
-        """Itself, which calls ``note`` with "arrived" after it was waited for."""
-        self._arrived = note
-        return self
-
     def wait(self) -> Any:
         """``[B, H_r, S, D]`` of one tensor, a tuple of several; once, and the caller's from then on. On a GPU only the stream waits.
 
@@ -190,8 +197,8 @@ class Sent:
             outs = self._incoming.wait()
         self._by = self._incoming = None
         self._xs = ()
-        if self._arrived is not None:
-            self._arrived("arrived")
+        if self.note is not None:
+            self.note("arrived")
         return outs[0] if len(outs) == 1 else tuple(outs)
 
 
@@ -202,11 +209,7 @@ def own_spec(spec: LayerSpec, group: ProcessGroup, heads: int, kv_heads: int, ro
 
 
 def check_sent(shares: Shares, spec: LayerSpec, query: Sent, key: Sent, value: Sent) -> None:
-    """That q, k and v were sent one by one by ``shares``.
-
-    Raises:
-        ValueError: between other ranks, several tensors at once, or heads of query that are not with their key heads.
-    """
+    """That q, k and v were sent one by one by ``shares``, the heads of query with their key heads."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.shards != shares:
             raise ValueError(f"{name} must have been sent by the layer's own shards, {shares}, got {x.shards}")

@@ -27,9 +27,9 @@ from ..inputs import check_tensors
 from ..kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
 from ..kernels.checks import DTYPES, autocast_inputs, check_tensor, require_bool, require_int, resolve_scale, without_autocast
 from ..result import Found, LayerResult
+from ..scoring import block_means
 from ..selection import Selection
 from ..sequence import DenseRun, TokenLayout
-from .blocks import block_means
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1), "elu": lambda x: functional.elu(x) + 1, "relu": functional.relu}
@@ -75,11 +75,7 @@ def sla_layer(
     q_block: int = Q_BLOCK, kv_block: int = KV_BLOCK, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
     selection: Selection | None = None,
 ) -> LayerResult:
-    """``sparse_linear_attention`` with all that it knows of itself. For use inside the package.
-
-    Args:
-        selection: attend to what an earlier call with the same blocks selected, instead of selecting anew.
-    """
+    """``sparse_linear_attention`` with all that it knows of itself; ``selection`` as ``attend`` takes it. For use inside the package."""
     q, k, v = autocast_inputs(query=query, key=key, value=value)
     if q.dim() != 4 or q.shape[2] == 0:
         raise ValueError(f"query must be [batch, heads, tokens, head_dim] with at least one token, got shape {tuple(q.shape)}")

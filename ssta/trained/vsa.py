@@ -36,9 +36,9 @@ from ..kernels.checks import autocast_inputs, check_tensor, require_int
 from ..kernels.memo import remember, remember_plain
 from ..layout import Input, checked_layout, heads_by_row
 from ..result import LayerResult
+from ..scoring import block_means
 from ..selection import Selection
 from ..sequence import DenseRun, TokenLayout
-from .blocks import block_means
 
 # The tile that the published checkpoints were trained with.
 TILE = (4, 4, 4)
@@ -97,7 +97,7 @@ def vsa_layer(
         query, key, value: as there, or all three deferred.
         layout: one video grid, and dense runs around it.
         config: what ``vsa_config`` makes.
-        selection: attend to what an earlier call with the same layout selected, instead of selecting anew.
+        selection: as ``attend`` takes it.
     """
     if not isinstance(query, Deferred):
         inputs = dict(query=query, key=key, value=value) if gate is None else dict(query=query, key=key, value=value, gate=gate)
