@@ -212,7 +212,7 @@ class Copies:
     def __call__(self) -> None:
         marks = [now()]
         with patch.object(exchange, "Collective", _Still):
-            exchange.Incoming(self._shards, self._xs, self._deals).wait()
+            exchange.Incoming(self._shards, self._xs, self._deals, graph=False).wait()
         marks.append(now())
         torch.cat(self._parts, 1)
         marks.append(now())
@@ -227,7 +227,7 @@ class Copies:
 class _Still:
     """In place of ``exchange.Collective``: nothing moves."""
 
-    def __init__(self, group: object, send: Tensor, comes: list[int], goes: list[int], into: Tensor | None = None) -> None:
+    def __init__(self, group: object, send: Tensor, comes: list[int], goes: list[int], graph: bool, into: Tensor | None = None) -> None:
         self._into = send.new_empty(sum(comes)) if into is None else into
 
     def wait(self) -> Tensor:

@@ -32,17 +32,19 @@ class Incoming:
     """Each ``[B, H, S_r, D]`` on its way to ``[B, H_r, S, D]``, all in one buffer ``[S, B, heads of all tensors, D]``.
 
     What is deferred comes by itself, of as many heads for every rank: its kernel then writes packets, and what is whole into the buffer.
+
+    Args:
+        graph: whether it is a step of a graph.
     """
 
-    def __init__(self, shards: Shards, xs: Sequence[Tensor | Deferred], deals: Deals) -> None:
-        self._own = [counts[shards.rank] for counts in deals]
+    def __init__(self, shards: Shards, xs: Sequence[Tensor | Deferred], deals: Deals, graph: bool) -> None:
+        self._own, self._graph = [counts[shards.rank] for counts in deals], graph
         deferred = xs[0] if isinstance(xs[0], Deferred) else None
         tensors = [x for x in xs if isinstance(x, Tensor)]
         batch, dim = xs[0].shape[0], xs[0].shape[3]
         self._width = batch, sum(self._own), dim
         # A graph has no buffer that is written to in parts.
-        self._buffer = None if tensors and in_graph(*tensors) else torch.empty(
-            shards.length, *self._width, dtype=xs[0].dtype, device=xs[0].device)
+        self._buffer = None if graph else torch.empty(shards.length, *self._width, dtype=xs[0].dtype, device=xs[0].device)
         self._coming: list[Collective | Batch] = []
         parts: list[Tensor | Collective] = []
         shared = [place for place in shards.places if place.shared]
@@ -61,7 +63,7 @@ class Incoming:
                     parts.append(torch.cat([x.permute(2, 0, 1, 3) for x in own], 2, out=out))
             if len(shared) > 1 and self._buffer is not None:
                 # In one collective: a small one by itself would hold up those behind it, until others' products let it begin.
-                self._coming = [Batch(shards.group, shards.rank, [(_sent(xs, deals, place, shards).split(self._goes(shards, deals, place)),
+                self._coming = [Batch(shards.group, shards.rank, [(_sent(xs, deals, place, shards, False).split(self._goes(shards, deals, place)),
                                                 self._into(place).split(place.held)) for place in shared])]
             else:
                 self._coming = [part for part in parts if isinstance(part, Collective)]
@@ -70,12 +72,12 @@ class Incoming:
 
     def _into(self, place: RunPlace) -> Tensor:
         assert self._buffer is not None
-        return self._buffer.narrow(0, place.start, place.length)
+        return self._buffer if place.length == len(self._buffer) else self._buffer.narrow(0, place.start, place.length)
 
     def _exchange(self, shards: Shards, xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace) -> Collective:
         comes = [count * prod(self._width) for count in place.held]
-        return Collective(shards.group, _sent(xs, deals, place, shards), comes, self._goes(shards, deals, place),
-                        None if self._buffer is None else self._into(place))
+        return Collective(shards.group, _sent(xs, deals, place, shards, self._graph), comes, self._goes(shards, deals, place),
+                          self._graph, None if self._buffer is None else self._into(place))
 
     def _goes(self, shards: Shards, deals: Deals, place: RunPlace) -> list[int]:
         return [place.held[shards.rank] * self._width[0] * total * self._width[2] for total in _totals(deals)]
@@ -171,20 +173,28 @@ def packet_spans(places: tuple[RunPlace, ...], ranks: int) -> tuple[tuple[int, i
 def _return_packets(shards: Shards, packets: Tensor, deals: Deals, places: Sequence[RunPlace]) -> list[Tensor]:
     """Packets ``[tokens of all, B, own heads of all tensors, D]`` -> each tensor's ``[B, own tokens of places, H, D]``."""
     rank, totals, (_, batch, width, dim) = shards.rank, _totals(deals), packets.shape
+    graph = in_graph(packets)
     counts = [sum([place.held[to] for place in places]) for to in range(shards.ranks)]
+    tokens = counts[rank]
     # From each rank this one's tokens, of the other's heads.
-    comes, goes = [counts[rank] * batch * total * dim for total in totals], [count * batch * width * dim for count in counts]
-    received, = _in_words(Collective(shards.group, packets.reshape(-1), comes, goes).wait().view(-1, dim))
-    parts = [part.view(counts[rank], batch, total, received.shape[1]).split([own[of] for own in deals], 2)
-             for of, (part, total) in enumerate(zip(received.split([count // dim for count in comes]), totals))]
-    return [torch.cat([part[number].transpose(0, 1) for part in parts], 2).view(packets.dtype) for number in range(len(deals))]
+    comes, goes = [tokens * batch * total * dim for total in totals], [count * batch * width * dim for count in counts]
+    received = Collective(shards.group, packets.reshape(-1), comes, goes, graph).wait().view(-1, dim)
+    received, = (received,) if graph else _in_words(received)
+    if _even(deals):
+        own = [counts[0] for counts in deals]
+        by_rank = received.view(shards.ranks, tokens, batch, width, received.shape[1])
+        outs = [part.permute(2, 1, 0, 3, 4).contiguous().view(batch, tokens, shards.ranks * part.shape[3], received.shape[1])
+                for part in (by_rank.split(own, 3) if len(own) > 1 else (by_rank,))]
+    else:
+        parts = [part.view(tokens, batch, total, received.shape[1]).split([own[of] for own in deals], 2)
+                 for of, (part, total) in enumerate(zip(received.split([count // dim for count in comes]), totals))]
+        outs = [torch.cat([part[number].transpose(0, 1) for part in parts], 2) for number in range(len(deals))]
+    return outs if graph else [out.view(packets.dtype) for out in outs]
 
 
 def _in_words(*xs: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of one dtype seen as words of 16 bytes where all can be: a copy in pieces then moves as much at once."""
+    """Tensors of one dtype seen as words of 16 bytes where all can be: a copy in pieces then moves as much at once. Not for a graph."""
     per_word = 16 // xs[0].element_size()
-    if in_graph(*xs):
-        return xs
     for x in xs:
         *strides, last = x.stride()
         if last != 1 or any([number % per_word for number in (x.storage_offset(), x.shape[-1], *strides)]) or x.data_ptr() % 16:
@@ -210,37 +220,52 @@ def _sum_tokens(shards: Shards, x: Tensor, own: tuple[int, ...]) -> Tensor:
     """``[B, H, S_r, D]`` -> ``[B, H_r, S, D]`` in one exchange; what ranks have of a whole run is summed, rank after rank."""
     held, width = shards.local_length, (x.shape[0], own[shards.rank], x.shape[3])
     comes, goes = [count * prod(width) for count in shards.lengths], [held * width[0] * count * width[2] for count in own]
-    received = Collective(shards.group, _packets((x,), (own,), 0, held), comes, goes).wait().view(-1, *width).split(shards.lengths)
-    packets = [packet.split([place.held[of] for place in shards.places]) for of, packet in enumerate(received)]
+    graph = in_graph(x)
+    packets = _packets((x,), (own,), 0, held, graph)
+    received = Collective(shards.group, packets, comes, goes, graph).wait().view(-1, *width).split(shards.lengths)
+    of_places = [packet.split([place.held[of] for place in shards.places]) for of, packet in enumerate(received)]
     parts: list[Tensor] = []
     for number, place in enumerate(shards.places):
-        of_ranks = [packet[number] for packet in packets]
+        of_ranks = [packet[number] for packet in of_places]
         parts.extend(of_ranks if place.shared else [torch.stack(of_ranks).sum(0)])
     return torch.cat(parts).permute(1, 2, 0, 3)
 
 
-def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int) -> Tensor:
+def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int, graph: bool) -> Tensor:
     """Some tokens of each ``[B, H, S_r, D]``, flat: for each rank ``[tokens, B, its heads of all tensors, D]``, which are all heads of a
     tensor that has no more than one rank is dealt."""
-    ranks, (batch, _, _, dim) = len(deals[0]), xs[0].shape
-    pieces = [x.narrow(2, first, tokens) for x in xs]
-    if all([len(set(counts)) == 1 for counts in deals]):
-        own = [counts[0] for counts in deals]
-        packets = xs[0].new_empty(ranks, tokens, batch, sum(own), dim)
-        for piece, into in zip(pieces, packets.split(own, 3)):
-            piece = piece.unflatten(1, (-1, into.shape[3])).expand(-1, ranks, -1, -1, -1)
-            into, piece = _in_words(into, piece.permute(1, 3, 0, 2, 4))
-            into.copy_(piece)
-        return packets.view(-1)
-    dealt = [piece.permute(2, 0, 1, 3).split(counts, 2) for piece, counts in zip(pieces, deals)]
+    ranks, batch = len(deals[0]), xs[0].shape[0]
+    if _even(deals):
+        own, words = [counts[0] for counts in deals], xs if graph else _in_words(*xs)
+        packets = words[0].new_empty(ranks, tokens, batch, sum(own), words[0].shape[3])
+        for x, into in zip(words, packets.split(own, 3) if len(own) > 1 else (packets,)):
+            into.copy_(_for_ranks(_some(x, first, tokens), ranks, into.shape[3]))
+        return (packets if graph else packets.view(xs[0].dtype)).view(-1)
+    dealt = [_some(x, first, tokens).permute(2, 0, 1, 3).split(counts, 2) for x, counts in zip(xs, deals)]
     return torch.cat([torch.cat([parts[to] for parts in dealt], 2).flatten() for to in range(ranks)])
 
 
-def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace, shards: Shards) -> Tensor:
+def _some(x: Tensor, first: int, tokens: int) -> Tensor:
+    return x if x.shape[2] == tokens else x.narrow(2, first, tokens)
+
+
+def _for_ranks(x: Tensor, ranks: int, heads: int) -> Tensor:
+    """``[B, H, n, D]`` seen as ``[ranks, n, B, heads, D]``: each rank's heads, or all of them for every rank."""
+    if x.shape[1] == heads:
+        return x.permute(2, 0, 1, 3).expand(ranks, -1, -1, -1, -1)
+    return x.view(x.shape[0], ranks, heads, *x.shape[2:]).permute(1, 3, 0, 2, 4)
+
+
+def _even(deals: Deals) -> bool:
+    """Whether each rank has as many heads of each tensor."""
+    return all([len({*counts}) == 1 for counts in deals])
+
+
+def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace, shards: Shards, graph: bool) -> Tensor:
     """A shared run's packets, flat. What is deferred the kernel writes there at once; each rank has as many heads of it."""
     x, held = xs[0], place.held[shards.rank]
     if not isinstance(x, Deferred):
-        return _packets([x for x in xs if isinstance(x, Tensor)], deals, place.local, held)
+        return _packets([x for x in xs if isinstance(x, Tensor)], deals, place.local, held, graph)
     batch, heads, _, dim = x.shape
     packets = torch.empty(shards.ranks, held, batch, heads // shards.ranks, dim, dtype=x.dtype, device=x.device)
     x.part(place.local, held).write(packets.permute(2, 0, 3, 1, 4))
@@ -254,10 +279,11 @@ def _totals(deals: Deals) -> list[int]:
 
 class Collective:
     """One collective between the ranks of ``group``: ``goes[r]`` of the elements of ``send`` go to rank r, and ``comes[r]`` come from it,
-    ``into`` a tensor of so many."""
+    ``into`` a tensor of so many. graph: whether it is a step of a graph."""
 
-    def __init__(self, group: ProcessGroup, send: Tensor, comes: list[int], goes: list[int], into: Tensor | None = None) -> None:
-        if in_graph(send):
+    def __init__(self, group: ProcessGroup, send: Tensor, comes: list[int], goes: list[int], graph: bool, into: Tensor | None = None
+                 ) -> None:
+        if graph:
             self._work, self.sent = None, None
             self._received = torch.ops._c10d_functional.all_to_all_single(send, comes, goes, group.group_name)
             return
@@ -282,7 +308,7 @@ class ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shards: Shards, deals: Deals, arrival: Incoming | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.shards, ctx.deals, ctx.heads = shards, deals, [x.shape[1] for x in xs]
-        return (arrival or Incoming(shards, xs, deals)).wait()
+        return (arrival or Incoming(shards, xs, deals, in_graph(*xs))).wait()
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:

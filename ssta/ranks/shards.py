@@ -22,6 +22,9 @@ from .world import in_graph, recorded
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
+# Up to so many bytes of a rank's queries q, k and v go together: they are on their way for no longer than the host needs for one exchange
+# (benchmark/NOTES.md).
+TOGETHER = 32 * 2**20
 
 @dataclass(frozen=True)
 class Shards(Shares):
@@ -58,18 +61,22 @@ class Shards(Shares):
         own = own_spec(spec, self.group, q_deal[self.rank], kv_deal[self.rank])
         arriving = query, key, value
         if isinstance(query, Sent):
-            if not all([x.waits for x in arriving]):
+            plain = all([x.waits for x in arriving])
+            if not plain:
                 arriving = query.wait(), key.wait(), value.wait()
-        elif spec.recorded or in_graph(*arriving):
-            arriving = self._send(arriving, (q_deal, kv_deal, kv_deal)).wait()
         else:
-            # Each is packed while the one before it is on its way, and v and k are brought into tiles while q is.
-            value, key = self._send((value,), (kv_deal,)), self._send((key,), (kv_deal,))
-            arriving = self._send((query,), (q_deal,)), key, value
-        if isinstance(arriving[0], Sent):
-            arriving[0].note = note
+            plain = not (spec.recorded or in_graph(*arriving))
+            if plain and query.numel() * query.element_size() > TOGETHER:
+                # Each is packed while the one before it is on its way, and v and k are brought into tiles while q is.
+                value, key = self._send((value,), (kv_deal,)), self._send((key,), (kv_deal,))
+                arriving = self._send((query,), (q_deal,)), key, value
+            else:
+                arriving = self._send(arriving, (q_deal, kv_deal, kv_deal)).wait()
+        if plain:
             # The layer gives packets, so that nothing is packed again.
             own = own._replace(returned=packet_spans(self.places, self.ranks))
+        if isinstance(arriving[0], Sent):
+            arriving[0].note = note
         else:
             note("arrived")
         return Exchange(arriving, own, partial(self.to_tokens, heads=spec.heads, key_heads=spec.kv_heads),
@@ -124,11 +131,11 @@ class Shards(Shares):
     def _send(self, xs: tuple[Tensor | Deferred, ...], deals: Deals) -> Sent:
         only = xs[0] if len(xs) == 1 else None
         if isinstance(only, Deferred) and only.ready is None and len(set(deals[0])) == 1:
-            return Sent(self, xs, deals, Incoming(self, xs, deals), False)
+            return Sent(self, xs, deals, Incoming(self, xs, deals, graph=False), False)
         tensors = tuple([x.materialize() if isinstance(x, Deferred) else x for x in xs])
-        wanted = recorded(*tensors)
+        wanted, graph = recorded(*tensors), in_graph(*tensors)
         # A graph with gradients has the exchange inside one autograd function.
-        return Sent(self, tensors, deals, None if wanted and in_graph(*tensors) else Incoming(self, tensors, deals), wanted)
+        return Sent(self, tensors, deals, None if wanted and graph else Incoming(self, tensors, deals, graph), wanted)
 
     def to_tokens(self, x: Tensor, heads: int, *, key_heads: int | None = None) -> Tensor:
         """Back: all tokens of a rank's heads, exchanged for its tokens of all heads: ``[B, H_r, S, D]`` -> ``[B, H, S_r, D]``.

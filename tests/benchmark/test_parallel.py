@@ -200,8 +200,8 @@ def test_bytes_of_the_exchange_are_those_that_ranks_send(monkeypatch):
     sent = []
 
     class Counted(shared_layer._Still):
-        def __init__(self, group, send, comes, goes, into=None):
-            super().__init__(group, send, comes, goes, into)
+        def __init__(self, group, send, comes, goes, graph, into=None):
+            super().__init__(group, send, comes, goes, graph, into)
             sent.append(send.element_size() * (sum(goes) - goes[1]))
 
     monkeypatch.setattr(exchange, "Collective", Counted)
@@ -211,7 +211,8 @@ def test_bytes_of_the_exchange_are_those_that_ranks_send(monkeypatch):
     for ranks in (2, 4):
         shards, deal = Shards(runs_of(layout, "video"), ranks, 1, object()), (4 // ranks,) * ranks
         sent.clear()
-        exchange.Incoming(shards, [shared_layer.share(x, shards).transpose(1, 2) for x in layer.qkv], (deal,) * 3).wait()
+        exchange.Incoming(shards, [shared_layer.share(x, shards).transpose(1, 2) for x in layer.qkv], (deal,) * 3,
+                          graph=False).wait()
         exchange.send_tokens(shards, (torch.zeros(1, 4 // ranks, shape.tokens, 8),), (deal,), gather=True)
         assert sent == list(shared_layer.sent_bytes(layer, ranks).values())
         copies = shared_layer.Copies(layer, ranks)

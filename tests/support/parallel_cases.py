@@ -116,13 +116,15 @@ def sent_in_turn():
 
 
 def by_kernels():
-    """As one plan, which waits for what arrives, twice; one rank has two of three heads."""
+    """As one plan, twice: of what has arrived, and which waits for what arrives; one rank has two of three heads."""
     layout, settings = TokenLayout.video_text((3, 4, 3), 5), config(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), topk=2, compensation="linear")
     shards, text_mask, qkv = Shards.of(None, layout), mask(layout, 1), inputs(layout, 3, dtype=torch.float16)
     expected = local(ssta_attention(*qkv, layout, settings, text_mask=text_mask, impl="triton"), shards)
     for _ in range(2):
         out = ssta_attention(*[local(x, shards) for x in qkv], layout, settings, text_mask=text_mask, group=dist.group.WORLD, impl="triton")
         agrees(out, expected)
+        sent = [shards.start(local(x, shards)) for x in qkv[::-1]]
+        agrees(attend_layer(*sent[::-1], layout, settings, text_mask=text_mask, shares=shards, impl="triton").out, expected)
     are_plans()
 
 
