@@ -63,8 +63,9 @@ class Incoming:
                     parts.append(torch.cat([x.permute(2, 0, 1, 3) for x in own], 2, out=out))
             if len(shared) > 1 and self._buffer is not None:
                 # In one collective: a small one by itself would hold up those behind it, until others' products let it begin.
-                self._coming = [Batch(shards.group, shards.rank, [(_sent(xs, deals, place, shards, False).split(self._goes(shards, deals, place)),
-                                                self._into(place).split(place.held)) for place in shared])]
+                self._coming = [Batch(shards.group, shards.rank, [
+                    (_sent(xs, deals, place, shards, graph).split(self._goes(shards, deals, place)), self._into(place).split(place.held))
+                    for place in shared])]
             else:
                 self._coming = [part for part in parts if isinstance(part, Collective)]
         # A graph has nothing else to take them from.
