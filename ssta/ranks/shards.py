@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Up to so many bytes of a rank's queries q, k and v go together: they are on their way for no longer than the host needs for one exchange
 # (benchmark/NOTES.md).
-TOGETHER = 32 * 2**20
+TOGETHER = 16 * 2**20
 
 @dataclass(frozen=True)
 class Shards(Shares):
