@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .checks import resolve_scale, without_autocast
-from .operators import NAMESPACE, differentiate_by, refuse_forward_mode, watched
+from .operators import NAMESPACE, differentiate_by, recorded, refuse_transforms, watched
 from .routing import choose_token_impl
 from .token_lists import KeyLists, PaddedCache, TokenLists
 
@@ -37,12 +37,12 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
     """
     scale = resolve_scale(scale, q.shape[-1])
     impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
-    refuse_forward_mode(q=q, k=k, v=v)
+    refuse_transforms("token_attention", q=q, k=k, v=v)
     inverse = None
-    if impl == "triton" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if impl == "triton" and recorded(q, k, v):
         assert lists.invert is not None, "no gradient through these lists"
         inverse = lists.invert()
-    elif not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) or watched(q, k, v)):
+    elif not (recorded(q, k, v) or watched(q, k, v)):
         # The operator would cost more than a step of decoding.
         return _run(q, k, v, lists, scale, impl)
     keys = (None,) * 5 if inverse is None else (inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts, inverse.counts)
@@ -100,4 +100,4 @@ def _backward(
         return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, lists, inverse, scale)
 
 
-differentiate_by(_backward, _forward)
+differentiate_by(_backward, _forward, "token_attention")

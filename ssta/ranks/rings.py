@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..kernels import Deferred
 from ..kernels.memo import remember_plain
+from ..kernels.operators import differentiable_once
 from ..sequence import TokenLayout
 from ..spec import LayerSpec
 from .exchange import Batch, Collective, Exchange
@@ -187,5 +188,6 @@ class _Gather(torch.autograd.Function):
         return _gathered(rings, xs, counts)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @differentiable_once("ssta_attention")
+    def backward(ctx, saved: tuple[()], *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *_returned(ctx.rings, grads, ctx.counts)

@@ -75,6 +75,8 @@ FAULTS = (
     Fault("torch: dV without a block's last query", "kernels/eager/blocks.py",
           "        step.add_to_keys(dv, weights.mT @ step_dout)\n",
           "        step.add_to_keys(dv, weights[..., :-1, :].mT @ step_dout[..., :-1, :])\n", AGAINST_FLOAT64),
+    Fault("a gradient's gradient is 0", "kernels/operators.py", "[None if x is None else x + tie for x in found]", "found",
+          ("tests/ssta/test_derivatives.py::test_a_second_derivative_raises",)),
 
     # Merging parts
     Fault("hopper: lse of merged parts", "kernels/lowering/primitives.py",
