@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from parallel_inputs import MIXED, SHORT, TEXT, TILE, TWICE, WAN, config, inputs, local, mask, noting, refused
-from parallel_mistakes import errors, errors_before_anything_is_agreed, errors_of_one, every_fact, facts, late, rings_refuse
+from parallel_mistakes import errors, errors_before_anything_is_agreed, errors_of_one, every_fact, facts, late, mixed, rings_refuse
 
 from ssta import DenseRun, SSTAConfig, TileCache, TokenLayout, op, ssta_3d_attention, ssta_attention
 from ssta.attention import attend as attend_layer
@@ -337,7 +337,7 @@ RINGS = {
 }
 CASES = {**HEADS, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead, "sent in turn": sent_in_turn,
          "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "every fact": every_fact,
-         "errors before anything is agreed": errors_before_anything_is_agreed, "late": late, "facts": facts, "freed": freed,
+         "errors before anything is agreed": errors_before_anything_is_agreed, "late": late, "facts": facts, "mixed": mixed, "freed": freed,
          "differentiated once": partial(differentiated_once, False), "differentiated once, in a ring": partial(differentiated_once, True),
          "traced": traced, "cache": cache, "in a mesh": in_a_mesh, **RINGS, "rings refuse": rings_refuse}
 if os.environ.get("TRITON_INTERPRET") == "1":
