@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,7 @@ class RecordedAttention(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once("block_sparse_attention")
-    def backward(ctx, saved: tuple[Tensor | None, ...], dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, saved: tuple[Any, ...], dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * 8
         q, k, v, out, lse, *pattern = saved
