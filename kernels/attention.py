@@ -13,7 +13,7 @@ from .checks import autocast_inputs, require_bool, resolve_scale
 from .memo import Kept, Unplanned
 from .notices import warn_once
 from .op import RecordedAttention, attention_operator, route_of, run_forward
-from .operators import on_device, refuse_forward_mode, watched
+from .operators import on_device, refuse_transforms, watched
 from .routing import Route, interpreting, require_impl
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def block_sparse_attention(
         natural logarithm.
         A row that attends to nothing gives out = 0, lse = -inf and zero gradients.
 
-    Differentiable in q, k and v, also through lse; not twice, not in forward mode, and not under torch.func. Same inputs, same bits.
+    Differentiable in q, k and v, also through lse; not twice, not in forward mode, and not by torch.func, all of which
+    ``impl="reference"`` is. Same inputs, same bits.
     Never waits for the device, that is, never synchronises ("torch" on a CPU reads the counts, where there is nothing to wait for). The
     values in ``blocks`` are not read here: ``BlockLists.check_values`` checks them. Ids out of range are treated as absent.
 
@@ -167,7 +168,7 @@ def _attend(
 
             return reference_attention(q, k, v, blocks, scale, causal)
         if route is None:
-            refuse_forward_mode(q=q, k=k, v=v)
+            refuse_transforms("block_sparse_attention", q=q, k=k, v=v)
             return attention_operator(q, k, v, *blocks.to_fields(), float(scale), causal, deterministic, name)
         if key is not None:
             known = _known[key] = _Known(route, Kept(8))

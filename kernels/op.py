@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .blocks import BlockLists
-from .operators import NAMESPACE, differentiate_by, on_device, watched
+from .operators import NAMESPACE, differentiable_once, differentiate_by, on_device, watched
 from .routing import PatternFacts, Route, choose_route
 
 
@@ -41,11 +42,11 @@ class RecordedAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    @differentiable_once("block_sparse_attention")
+    def backward(ctx, saved: tuple[Any, ...], dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * 8
-        q, k, v, out, lse, *pattern = ctx.saved_tensors
+        q, k, v, out, lse, *pattern = saved
         dout = torch.zeros_like(out) if dout is None else dout
         if watched(dout, q, k, v) or dlse is not None and watched(dlse):
             grads = _backward(dout, dlse, q, k, v, out, lse, *pattern, *ctx.sizes, *ctx.options, ctx.route.name)
@@ -85,4 +86,4 @@ def _backward(
         return route.run_backward(dout, dlse, q, k, v, out, lse, blocks, scale, causal, deterministic)
 
 
-differentiate_by(_backward, attention_operator)
+differentiate_by(_backward, attention_operator, "block_sparse_attention")

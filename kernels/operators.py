@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.library import CustomOpDef
+
+from .memo import traced
 
 # Looked for, not loaded: importing the package must stay light.
 TRITON = find_spec("triton") is not None
@@ -40,9 +42,74 @@ def operator(name: str, fake: Callable) -> Callable:
     return decorate
 
 
-def differentiate_by(backward: CustomOpDef, operator: CustomOpDef) -> None:
+def differentiable_once(name: str) -> Callable:
+    """Decorates ``backward(ctx, saved, *grads)`` of a function of autograd, ``saved`` being its saved tensors: differentiating the
+    gradients again raises a RuntimeError that names the function ``name``.
+
+    The error of torch's ``once_differentiable`` depends on no input. ``torch.autograd.grad`` then passes it by and takes the second
+    derivative for 0, so here every gradient depends on all that it is made of.
+    """
+
+    def decorate(backward: Callable) -> Callable:
+        @wraps(backward)
+        def once(ctx, *grads: Tensor | None) -> tuple:
+            # Unpacked once: a checkpoint recomputes for the first time only.
+            saved = ctx.saved_tensors
+            if not torch.is_grad_enabled():
+                return backward(ctx, saved, *grads)
+            with torch.no_grad():
+                found = backward(ctx, saved, *grads)
+            # Every gradient that arrives, because one that torch maps over does not say whether it has a graph.
+            first, *more = [_once(x, name) for x in (*grads, *[x for x in saved if x is not None and x.requires_grad]) if x is not None]
+            tie = sum(more, first)
+            return tuple([None if x is None else x + tie for x in found])
+
+        return once
+
+    return decorate
+
+
+@torch.library.custom_op(f"{NAMESPACE}::once", mutates_args=())
+def _once(x: Tensor, name: str) -> Tensor:
+    """-0.0, which depends on x and changes no bit of what it is added to; a backward through it raises."""
+    return x.new_full((), -0.0)
+
+
+@_once.register_fake
+def _(x, name):
+    return x.new_empty(())
+
+
+def _refuse(ctx, grad: Tensor) -> None:
+    raise _no_second_derivative(ctx.name)
+
+
+def _note_name(ctx, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.name = inputs[1]
+
+
+_once.register_autograd(_refuse, setup_context=_note_name)
+
+
+def differentiated_once(backward: CustomOpDef, name: str) -> None:
+    """Differentiating the operator ``backward``, which makes gradients of the function ``name``, raises as ``differentiable_once``."""
+
+    def refuse(ctx, *_: Tensor | None) -> None:
+        raise _no_second_derivative(name)
+
+    backward.register_autograd(refuse)
+
+
+def _no_second_derivative(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} and what is built on it must be differentiated at most once, got a gradient of their gradient. Take the first gradient "
+        "without create_graph where it may be a constant. Second derivatives of attention has block_sparse_attention(impl='reference').")
+
+
+def differentiate_by(backward: CustomOpDef, operator: CustomOpDef, name: str) -> None:
     """Gradients of ``operator``, ``(q, k, v, *others) -> (out, lse)``, for q, k and v: by the operator ``backward``,
-    ``(dout, dlse, q, k, v, out, lse, *others) -> (dq, dk, dv)``, which is given no dlse where none arrives."""
+    ``(dout, dlse, q, k, v, out, lse, *others) -> (dq, dk, dv)``, which is given no dlse where none arrives. ``name``: the function whose
+    operators they are."""
 
     def save(ctx, inputs, output) -> None:
         tensors = [x if isinstance(x, Tensor) else None for x in inputs]
@@ -60,6 +127,7 @@ def differentiate_by(backward: CustomOpDef, operator: CustomOpDef) -> None:
 
     backward.register_fake(lambda dout, dlse, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
     operator.register_autograd(differentiate, setup_context=save)
+    differentiated_once(backward, name)
 
 
 def watched(*tensors: Tensor) -> bool:
@@ -87,13 +155,35 @@ def on_device(x: Any) -> AbstractContextManager:
     return stack
 
 
-def refuse_forward_mode(**tensors: Tensor) -> None:
-    """Refuses tensors with a tangent: torch would give the operators' results none, that is a derivative of zero."""
-    if forward_ad._current_level < 0:
+def refuse_transforms(function: str, **tensors: Tensor) -> None:
+    """Refuses tensors with a tangent, for torch would give the operators' results none, that is a derivative of zero; and those of which
+    torch.func.grad and its like want a gradient, which torch refuses in words that do not say what to do."""
+    if forward_ad._current_level >= 0:
+        for name, x in tensors.items():
+            if forward_ad.unpack_dual(x).tangent is not None:
+                raise ValueError(f"{name} must have no tangent: only impl='reference' has a forward-mode derivative, got a dual tensor")
+    if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
-        if forward_ad.unpack_dual(x).tangent is not None:
-            raise ValueError(f"{name} must have no tangent: only impl='reference' has a forward-mode derivative, got a dual tensor")
+        if any([torch._C._functorch.is_gradtrackingtensor(level) and level.requires_grad for level in _levels(x)]):
+            raise RuntimeError(f"{function} and what is built on it must not be differentiated by torch.func, got {name} under one of its "
+                               "grad, vjp, jacrev and hessian; torch.autograd.grad gives the gradient of the same call")
+
+
+def recorded(*xs: Any) -> bool:
+    """Whether a gradient is wanted of one of these, or of what torch.func has wrapped into it."""
+    return torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) or any([level.requires_grad for level in _levels(x)])
+                                            for x in xs])
+
+
+def _levels(x: Any) -> list[Tensor]:
+    """x and what transforms of torch.func have wrapped into it, one in another; nothing where none is active, or a compiler sees to it."""
+    levels: list[Tensor] = []
+    if torch._C._are_functorch_transforms_active() and isinstance(x, Tensor) and not traced():
+        levels.append(x)
+        while torch._C._functorch.is_functorch_wrapped_tensor(levels[-1]):
+            levels.append(torch._C._functorch.get_unwrapped(levels[-1]))
+    return levels
 
 
 @lru_cache

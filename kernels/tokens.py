@@ -14,7 +14,7 @@ from torch import Tensor
 from .block_forms import in_range, prefix_mask
 from .blocks import BlockLists
 from .checks import resolve_scale, without_autocast
-from .operators import NAMESPACE, differentiate_by, refuse_forward_mode, watched
+from .operators import NAMESPACE, differentiate_by, recorded, refuse_transforms, watched
 from .routing import TOKEN_IMPLEMENTATIONS, choose_route, choose_token_impl, require_impl
 from .token_lists import KeyLists, Packed, PaddedCache, TokenLists, lists_from_ids, lists_from_mask, lists_from_rows
 
@@ -42,11 +42,11 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
     """
     scale = resolve_scale(scale, q.shape[-1])
     impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
-    refuse_forward_mode(q=q, k=k, v=v)
+    refuse_transforms("token_attention", q=q, k=k, v=v)
     inverse = None
-    if impl == "triton" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if impl == "triton" and recorded(q, k, v):
         inverse = lists.invert()
-    elif not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) or watched(q, k, v)):
+    elif not (recorded(q, k, v) or watched(q, k, v)):
         # The operator would cost more than a step of decoding.
         return _run(q, k, v, lists, scale, impl)
     keys = (None,) * 5 if inverse is None else (inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts, inverse.counts)
@@ -139,7 +139,7 @@ def _backward(
         return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, lists, inverse, scale)
 
 
-differentiate_by(_backward, _forward)
+differentiate_by(_backward, _forward, "token_attention")
 
 
 def attention_within_blocks(

@@ -97,7 +97,7 @@ def ssta_3d_attention(
         compensation, compensation_parts: what the rest of the video contributes; see ``SSTAConfig``.
 
     Returns:
-        ``[B, H, S, D]`` in query's dtype. Differentiable in query, key and value, once, and not under torch.func or in forward mode; the
+        ``[B, H, S, D]`` in query's dtype. Differentiable in query, key and value, once, and not by torch.func or in forward mode; the
         selection is a constant.
 
     Raises:
@@ -186,7 +186,7 @@ def ssta_attention(
 
     Returns:
         ``[B, H, S, D]`` in query's dtype; with ``return_blocks`` also BlockLists. Differentiable in query, key and value, once, and not
-        under torch.func or in forward mode; the selection is a constant.
+        by torch.func or in forward mode; the selection is a constant.
 
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.

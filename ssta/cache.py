@@ -17,7 +17,7 @@ from .checks import require_device, require_function, require_triple
 from .config import SSTAConfig
 from .inputs import check_tensors
 from .kernels.checks import autocast_inputs, require_bool, require_int, resolve_scale
-from .kernels.operators import on_device, refuse_forward_mode
+from .kernels.operators import on_device, refuse_transforms
 from .kernels.routing import require_impl
 from .ranks.agreement import said_to
 from .ranks.shards import Shards
@@ -131,7 +131,7 @@ class TileCache:
         require_bool("keep", keep)
         require_bool("dense", dense)
         query, key, value = autocast_inputs(query=query, key=key, value=value)
-        refuse_forward_mode(query=query, key=key, value=value)
+        refuse_transforms("TileCache.attend", query=query, key=key, value=value)
         t, h, w = require_triple("thw", thw)
         layout = TokenLayout.video_text((t, h, w))
         if self.group is None:

@@ -35,7 +35,7 @@ def dense_attention(
         rows: (first token, tokens) of the only queries that are computed, each token once; out is then of these, in their order.
 
     Returns:
-        LayerResult: its selection holds all blocks of the sequence. Differentiable in query, key and value, once, and not under torch.func
+        LayerResult: its selection holds all blocks of the sequence. Differentiable in query, key and value, once, and not by torch.func
         or in forward mode.
 
     Raises:

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .kernels import BlockLists
 from .kernels.memo import traced
-from .kernels.operators import NAMESPACE, on_device, refuse_forward_mode, watched
+from .kernels.operators import NAMESPACE, differentiable_once, differentiated_once, on_device, recorded, refuse_transforms, watched
 from .layer import Layer, prepared
 from .layout import Input
 from .result import ExactMass, Found, LayerResult, Tape
@@ -41,8 +40,7 @@ class World(NamedTuple):
 def world_of(query: Any, key: Any, value: Any, text_mask: Any) -> World:
     """The world of a call, of whose arguments nothing is known yet."""
     seen = [x for x in (query, key, value, text_mask) if isinstance(x, Tensor)]
-    return World(torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in (query, key, value)]),
-                 watched(*seen) if seen else traced())
+    return World(recorded(query, key, value), watched(*seen) if seen else traced())
 
 
 def in_autocast(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
@@ -73,7 +71,7 @@ def run_layer(
         selection, layers: as ``attention.attend`` takes them.
     """
     if world.watched and isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
-        refuse_forward_mode(query=query, key=key, value=value)
+        refuse_transforms("ssta_attention", query=query, key=key, value=value)
         return _operate(query, key, value, spec, text_mask, selection)
     layer = layers(spec)
     if not spec.recorded:
@@ -102,9 +100,9 @@ class _Recorded(torch.autograd.Function):
         return ran.out, *ran.means
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dout: Tensor, *dmeans: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *held = ctx.saved_tensors
+    @differentiable_once("ssta_attention")
+    def backward(ctx, saved: tuple[Tensor, ...], dout: Tensor, *dmeans: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *held = saved
         if ctx.planned is not None:
             held = ctx.planned.as_run(held)
         seen = watched(dout, *dmeans)
@@ -188,6 +186,7 @@ def _differentiate(ctx, grads):
 
 
 _layer.register_autograd(_differentiate, setup_context=_save)
+differentiated_once(_layer_backward, "ssta_attention")
 
 
 def _one_by_one(operator):

@@ -6,7 +6,7 @@ No collective is part of it, because a rank that repeats a call does not compare
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
@@ -41,20 +41,48 @@ class Word(NamedTuple):
         rank: which, among all.
         wrong: "TypeError" or "ValueError" and its text; None where nothing is wrong.
         facts: what must be the same on all ranks, by name.
+        made: what ``CallsMade`` has of the calls since the ranks compared last.
     """
 
     rank: int
     wrong: tuple[str, str] | None
     facts: dict[str, str]
+    made: Sequence[int] = ()
+
+
+class CallsMade:
+    """The calls that a rank has made since the ranks compared last: how many, and one number for all of them in their order. Other ranks
+    that made as many have the same number, or mixed one call with another. Graphs run without being counted, so other counts say nothing.
+
+    Attributes:
+        agreements: how many facts the ranks have agreed on; the same on all of them.
+    """
+
+    def __init__(self) -> None:
+        self.agreements = self.count = self.order = 0
+
+    def note(self, agreement: int) -> None:
+        """A call with the facts of that agreement."""
+        self.count += 1
+        self.order = (self.order * 1_000_003 + agreement) % (2 ** 61 - 1)
+
+    def take(self) -> tuple[int, int]:
+        """Both numbers; the count begins anew."""
+        taken = self.count, self.order
+        self.count = self.order = 0
+        return taken
 
 
 class Agreement:
     """What the ranks of a group have found to be the same on all of them. They fill it alike, because they compare together."""
 
     def __init__(self) -> None:
-        # All that a rank knows of a call, by which it finds the call again; and by the facts that were compared, which of these they cover.
-        self.calls: set[Hashable] = set()
-        self.facts: OrderedDict[AgreedFacts, list[Hashable]] = OrderedDict()
+        # By all that a rank knows of a call the number of its agreement; and by the facts that were compared that number, and which calls
+        # they cover.
+        self.calls: dict[Hashable, int] = {}
+        self.facts: OrderedDict[AgreedFacts, tuple[int, list[Hashable]]] = OrderedDict()
+        # By the names of the other groups of a mesh.
+        self.made: defaultdict[tuple[str, ...], CallsMade] = defaultdict(CallsMade)
         # How many words each of them has said.
         self.said = 0
 
@@ -64,8 +92,8 @@ _AGREED: WeakKeyDictionary[ProcessGroup, Agreement] = WeakKeyDictionary()
 
 
 def check_ranks(group: ProcessGroup | DeviceMesh | None, **facts: object) -> None:
-    """That all ranks of ``group`` were given the same facts. It waits for every rank: for the start of a generation or for
-    finding a mistake, not for every layer.
+    """That all ranks of ``group`` were given the same facts, and have repeated the same calls since they compared last. It waits for every
+    rank: for the start of a generation or for finding a mistake, not for every layer.
 
     Args:
         group: None = the default group.
@@ -80,7 +108,7 @@ def check_ranks(group: ProcessGroup | DeviceMesh | None, **facts: object) -> Non
 
 def settle(groups: Sequence[ProcessGroup], call: Hashable, facts: Callable[[], dict[str, object]]) -> None:
     """Sees to it that all ranks make a call with the same facts. The first time that facts come up, every rank says what it was given, and
-    waits for all others. Afterwards, in a graph and in its capture, nobody waits.
+    waits for all others. Afterwards, in a graph and in its capture, nobody waits, and the call is only noted.
 
     Args:
         groups: the ranks: one group, or those of a mesh's dimensions, the last dimension first.
@@ -92,30 +120,36 @@ def settle(groups: Sequence[ProcessGroup], call: Hashable, facts: Callable[[], d
     """
     if not may_wait():
         return
-    known, others = _AGREED.setdefault(groups[0], Agreement()), tuple([group.group_name for group in groups[1:]])
-    if (others, call) in known.calls:
-        return
-    found = facts()
-    key = ("groups", others), *found.items()
-    if key not in known.facts:
-        agree(groups, found, known.facts)
-        known.facts[key] = []
-        if len(known.facts) > FACTS_KEPT:
-            # The oldest, which is the same on all ranks.
-            known.calls.difference_update(known.facts.popitem(last=False)[1])
-    if call is not None:
-        known.calls.add((others, call))
-        known.facts[key].append((others, call))
+    known, others = _agreement(groups[0]), _names(groups[1:])
+    made, agreement = known.made[others], known.calls.get((others, call))
+    if agreement is None:
+        found = facts()
+        key = ("groups", others), *found.items()
+        if key not in known.facts:
+            agree(groups, found, known.facts)
+            made.agreements += 1
+            known.facts[key] = made.agreements, []
+            if len(known.facts) > FACTS_KEPT:
+                # The oldest, which is the same on all ranks.
+                for forgotten in known.facts.popitem(last=False)[1][1]:
+                    del known.calls[forgotten]
+        agreement, calls = known.facts[key]
+        if call is not None:
+            known.calls[others, call] = agreement
+            calls.append((others, call))
+    made.note(agreement)
 
 
 def agree(groups: Sequence[ProcessGroup], facts: dict[str, object], known: Collection[AgreedFacts] = ()) -> None:
-    """Waits for what all ranks say, and raises on every one of them what is wrong on one, or facts that are not the same.
+    """Waits for what all ranks say, and raises on every one of them what is wrong on one, facts that are not the same, or that ranks have
+    repeated different calls since they compared last.
 
     Args:
         groups: as ``settle`` takes them.
         known: what they agreed on before.
     """
-    words = [Word(_place(groups), None, {name: told(value) for name, value in facts.items()})]
+    made = _agreement(groups[0]).made[_names(groups[1:])]
+    words = [Word(_place(groups), None, {name: told(value) for name, value in facts.items()}, made.take())]
     for number, group in enumerate(groups):
         words = _heard(group, _say(group, words), lambda: _news(facts, known))
         wrong = [word for word in words if word.wrong is not None]
@@ -128,6 +162,11 @@ def agree(groups: Sequence[ProcessGroup], facts: dict[str, object], known: Colle
         for rank, value in enumerate(values):
             if value != values[0]:
                 raise ValueError(f"{name} must be the same on all ranks, got {values[0]} on rank 0 and {value} on rank {rank}")
+    for rank, word in enumerate(words):
+        (count, order), (first_count, first_order) = word.made, words[0].made
+        if count == first_count and order != first_order:
+            raise ValueError("calls that ranks agreed on must be repeated in the same order on all ranks, got other ones on rank 0 than on "
+                             f"rank {rank} among the {count} since the ranks compared last, so that these have mixed different calls")
 
 
 def refuse(groups: Sequence[ProcessGroup], error: TypeError | ValueError) -> NoReturn:
@@ -153,6 +192,17 @@ def _error(word: Word) -> TypeError | ValueError:
     return (TypeError if kind == "TypeError" else ValueError)(f"on rank {word.rank}: {text}")
 
 
+def _agreement(group: ProcessGroup) -> Agreement:
+    found = _AGREED.get(group)
+    if found is None:
+        found = _AGREED[group] = Agreement()
+    return found
+
+
+def _names(groups: Sequence[ProcessGroup]) -> tuple[str, ...]:
+    return tuple([group.group_name for group in groups])
+
+
 def _place(groups: Sequence[ProcessGroup]) -> int:
     """This process's number among all ranks of ``groups``."""
     place = 0
@@ -163,7 +213,7 @@ def _place(groups: Sequence[ProcessGroup]) -> int:
 
 def _say(group: ProcessGroup, words: Sequence[Word]) -> int:
     """Leaves ``words`` for the other ranks of a group; gives their number."""
-    agreement, store = _AGREED.setdefault(group, Agreement()), group.get_group_store()
+    agreement, store = _agreement(group), group.get_group_store()
     number, agreement.said = agreement.said, agreement.said + 1
     store.set(_key(number, group.rank()), json.dumps(words))
     if number >= WORDS_KEPT:

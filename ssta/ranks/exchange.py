@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels import Deferred
 from ..kernels.memo import remember_plain
+from ..kernels.operators import differentiable_once
 from .runs import RunPlace
 from .world import in_graph
 
@@ -312,7 +313,8 @@ class ToHeads(torch.autograd.Function):
         return (arrival or Incoming(shards, xs, deals, in_graph(*xs))).wait()
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @differentiable_once("ssta_attention")
+    def backward(ctx, saved: tuple[()], *grads: Tensor) -> tuple[Tensor | None, ...]:
         sent = send_tokens(ctx.shards, grads, ctx.deals, gather=False)
         # Of heads that every rank got each has a gradient: their sum, rank after rank.
         return None, None, None, *[grad if grad.shape[1] == heads else grad.unflatten(1, (-1, heads)).sum(1)
@@ -326,7 +328,8 @@ class ToTokens(torch.autograd.Function):
         return send_tokens(shards, (x,), deals, gather=True)[0]
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    @differentiable_once("ssta_attention")
+    def backward(ctx, saved: tuple[()], grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, _sum_tokens(ctx.shards, grad, ctx.deals[0])
 
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from ..kernels.memo import captured, traced
+from ..kernels.operators import recorded
 from ..kernels.operators import watched as in_graph
 
 __all__ = ["in_graph", "may_wait", "recorded"]
-
-
-def recorded(*xs: object) -> bool:
-    """Whether a gradient is wanted of one of them."""
-    return torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in xs])
 
 
 def may_wait() -> bool:

@@ -60,7 +60,7 @@ def sparse_linear_attention(
         impl: which kernel runs; "auto" chooses by device, dtype and shape. The linear part is two products in plain torch.
 
     Returns:
-        ``[B, H, S, D]`` in query's dtype. Differentiable once in query, key, value, weight and bias, not under torch.func; the
+        ``[B, H, S, D]`` in query's dtype. Differentiable once in query, key, value, weight and bias, not by torch.func; the
         selection is a constant.
 
     Raises:

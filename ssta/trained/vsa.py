@@ -68,7 +68,7 @@ def video_sparse_attention(
         impl: which kernel runs; "auto" chooses by device, dtype and shape.
 
     Returns:
-        ``[B, H, S, D]`` in query's dtype. Differentiable once in query, key, value and gate, not under torch.func; the selection is
+        ``[B, H, S, D]`` in query's dtype. Differentiable once in query, key, value and gate, not by torch.func; the selection is
         a constant.
 
     Raises:

@@ -17,6 +17,15 @@ def made_in_inference_mode(call: dict) -> dict:
         return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
 
 
+def with_coordinates_alone() -> dict:
+    """A call of LTX-Video without the numbers of the canvas."""
+    call = TINY["ltx"].call()
+    for name in ("num_frames", "height", "width"):
+        del call[name]
+    grid = torch.stack(torch.meshgrid(*(torch.arange(n) * 1.5 for n in CANVAS), indexing="ij")).flatten(1)
+    return call | {"video_coords": grid[None]}
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_every_family_under_inference_mode(name):
     tiny = TINY[name]
@@ -31,11 +40,8 @@ def test_every_family_under_inference_mode(name):
 
 
 def test_ltx_with_conditions_under_inference_mode():
-    tiny, (t, h, w) = TINY["ltx"], CANVAS
-    model, call = tiny.build(), tiny.call()
-    for name in ("num_frames", "height", "width"):
-        del call[name]
-    grid = torch.stack(torch.meshgrid(*(torch.arange(n) * 1.5 for n in CANVAS), indexing="ij")).flatten(1)
+    model, call, (t, h, w) = TINY["ltx"].build(), with_coordinates_alone(), CANVAS
+    grid = call["video_coords"][0]
     condition = torch.stack([torch.full((h * w,), 2.0), grid[1, : h * w], grid[2, : h * w]])
     call |= {"video_coords": torch.cat([condition, grid], dim=1)[None], "hidden_states": torch.randn(1, (t + 1) * h * w, 4)}
     with apply_ssta(model, SPARSE, schedule=Schedule()) as handle:
@@ -102,9 +108,10 @@ def test_ltx2_finds_other_tokens_on_either_side_of_the_video(before):
     assert set(layouts) == {(dense, video) if before else (video, dense)}
 
 
-def test_a_canvas_of_coordinates_says_why_it_leaves_the_graph():
-    tiny = TINY["minimax_h3"]
-    model, call = tiny.build(), tiny.call()
+@pytest.mark.parametrize("name, call", [("minimax_h3", lambda: TINY["minimax_h3"].call()), ("ltx", with_coordinates_alone)],
+                         ids=["minimax_h3", "ltx"])
+def test_a_canvas_of_coordinates_says_why_it_leaves_the_graph(name, call):
+    model, call = TINY[name].build(), call()
     with apply_ssta(model, SPARSE, schedule=Schedule()):
         expected = run(model, call)
         torch._dynamo.reset()

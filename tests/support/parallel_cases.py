@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from parallel_inputs import MIXED, SHORT, TEXT, TILE, TWICE, WAN, config, inputs, local, mask, noting, refused
-from parallel_mistakes import errors, errors_before_anything_is_agreed, errors_of_one, every_fact, facts, late, rings_refuse
+from parallel_mistakes import errors, errors_before_anything_is_agreed, errors_of_one, every_fact, facts, late, mixed, rings_refuse
 
 from ssta import DenseRun, SSTAConfig, TileCache, TokenLayout, op, ssta_3d_attention, ssta_attention
 from ssta.attention import attend as attend_layer
@@ -213,6 +213,22 @@ def rings(layout=TEXT, split="video", ring=False, heads=4, key_heads=None, batch
     same_gradients(own, out, qkv, expected, shards)
 
 
+def differentiated_once(ring):
+    """A second derivative is refused, also by what only the gradient that arrives depends on; ``ring`` as ``rings`` has it."""
+    ranks = dist.get_world_size()
+    group = dist.device_mesh.init_device_mesh("cpu", (ranks, 1)) if ring else dist.group.WORLD
+    shards = Rings.of(group, TEXT) if ring else Shards.of(group, TEXT)
+    own = [local(x, shards).requires_grad_() for x in inputs(TEXT)]
+    weight = torch.ones_like(own[0], requires_grad=True)
+    out = ssta_attention(*own, TEXT, config(), group=group)
+    first = torch.autograd.grad((out * weight).sum(), own, retain_graph=True)
+    again = torch.autograd.grad((out * weight).sum(), own, create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    for of in (*own, weight):
+        refused(RuntimeError, "ssta_attention and what is built on it must be differentiated at most once",
+                lambda of=of: torch.autograd.grad(sum([x.square().sum() for x in again]), of, retain_graph=True))
+
+
 def freed():
     """Nothing keeps a group that was destroyed."""
     group = dist.new_group()
@@ -323,7 +339,8 @@ RINGS = {
 }
 CASES = {**HEADS, **GRADIENTS, "by hand": by_hand, "untouched": untouched, "sent ahead": sent_ahead, "sent in turn": sent_in_turn,
          "published names": published_names, "errors": errors, "errors of one rank": errors_of_one, "every fact": every_fact,
-         "errors before anything is agreed": errors_before_anything_is_agreed, "late": late, "facts": facts, "freed": freed,
+         "errors before anything is agreed": errors_before_anything_is_agreed, "late": late, "facts": facts, "mixed": mixed, "freed": freed,
+         "differentiated once": partial(differentiated_once, False), "differentiated once, in a ring": partial(differentiated_once, True),
          "traced": traced, "cache": cache, "in a mesh": in_a_mesh, **RINGS, "rings refuse": rings_refuse}
 if os.environ.get("TRITON_INTERPRET") == "1":
     CASES["by kernels"] = by_kernels

@@ -170,6 +170,25 @@ def facts():
             refused(ValueError, text, partial(check_ranks, world, **changed))
 
 
+def mixed():
+    """Ranks that repeat different known calls say so when they compare next, and have forgotten it then."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    own = [local(x, Shards.of(None, TEXT)) for x in inputs(TEXT)]
+    few, many, new = (partial(ssta_attention, *own, TEXT, config(topk=topk), group=world) for topk in (2, 3, 6))
+    # Numbers of agreements count for one group, wherever it began.
+    for call in (few, many):
+        call()
+    for compare in (partial(check_ranks, world), new):
+        check_ranks(world)
+        for call in (few, many, few):
+            call()
+        check_ranks(world)
+        for call in (few, many) if rank == 0 else (many, few):
+            call()
+        refused(ValueError, "got other ones on rank 0 than on rank 1 among the 2 since the ranks compared last", compare)
+        compare()
+
+
 def rings_refuse():
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     layout = TokenLayout.video_text((3, 5, 7), 29)

@@ -75,6 +75,8 @@ FAULTS = (
     Fault("torch: dV without a block's last query", "kernels/eager/blocks.py",
           "        step.add_to_keys(dv, weights.mT @ step_dout)\n",
           "        step.add_to_keys(dv, weights[..., :-1, :].mT @ step_dout[..., :-1, :])\n", AGAINST_FLOAT64),
+    Fault("a gradient's gradient is 0", "kernels/operators.py", "[None if x is None else x + tie for x in found]", "found",
+          ("tests/ssta/test_derivatives.py::test_a_second_derivative_raises",)),
 
     # Merging parts
     Fault("hopper: lse of merged parts", "kernels/lowering/primitives.py",
@@ -242,6 +244,8 @@ FAULTS = (
     Fault("ranks send the wrong heads", "ssta/ranks/exchange.py",
           "x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]) % x.shape[1], counts[shards.rank])",
           "x.narrow(2, place.local, place.length).narrow(1, sum(counts[shards.rank + 1:]) % x.shape[1], counts[shards.rank])",
+          ("tests/ssta/test_parallel.py::test_on_ranks[2]",)),
+    Fault("ranks that repeat different calls go on", "ssta/ranks/agreement.py", "    made.note(agreement)\n", "    made.note(0)\n",
           ("tests/ssta/test_parallel.py::test_on_ranks[2]",)),
     Fault("ranks that were given other facts go on", "ssta/ranks/agreement.py", "if value != values[0]:", "if value is None:",
           ("tests/ssta/test_parallel.py::test_on_ranks[2]",)),
