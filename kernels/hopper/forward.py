@@ -21,7 +21,7 @@ from ..lowering.chunks import Listed, extent, full_chunk, work_queue
 from ..lowering.outputs import empty_outputs, nothing_attended
 from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import LOG2E
-from ..lowering.quick_launch import QuickLaunch, Tiles, fit
+from ..lowering.quick_launch import Tiles
 from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks
 from .config import HopperForwardConfig, hopper_forward_config, split
 from .forward_load import FIELDS, Work, load
@@ -141,16 +141,16 @@ def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], 
     kinds = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config, full)
     # Where no list is split anything else stands for them.
     results = partial_results(plan, split_tiles * splits, ROWS * config.warpgroups, dim) if split_tiles else (queue, lse, lse)
-    plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *kinds.values()), (min(tiles + split_tiles * (splits - 1), places), 1, 1),
-                [Tiles(x, partial(tma_chunks, rows=size)) for x, size in (
-                    (q, ROWS), (k, config.chunk), (v, config.chunk), (k, config.chunk // config.pieces), (v, config.chunk // config.pieces),
-                    (out, ROWS))],
-                (lse, queue, *results), (*numbers, scale * LOG2E), kinds, options(config))
+    descriptors = [Tiles(x, partial(tma_chunks, rows=size)) for x, size in (
+        (q, ROWS), (k, config.chunk), (v, config.chunk), (k, config.chunk // config.pieces), (v, config.chunk // config.pieces),
+        (out, ROWS))]
+    plan.launch(_forward_kernel, (min(tiles + split_tiles * (splits - 1), places), 1, 1), (lse, queue, *results),
+                (*numbers, scale * LOG2E), kinds, options(config), descriptors)
     if split_tiles:
         merge_parts(plan, results, splits, out, lse)
 
 
-_launch, _forward = QuickLaunch(_forward_kernel), Plans(_write_forward)
+_forward = Plans(_write_forward)
 
 
 def constants(dim: int, config: HopperForwardConfig, full: int) -> dict[str, int]:

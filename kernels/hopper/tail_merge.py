@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..lowering.plans import Plan
 from ..lowering.primitives import LN2, LOG2E
-from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_tiles
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
 from .inline_asm import round_pairs, scheduling_fence
@@ -342,11 +341,8 @@ def hopper_tail_merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: T
     blocks, units = bias.shape[2:]
     parts = shares.shape[3]
     numbers = (*out.stride()[:3], blocks, units, heads, heads // k_mean.shape[1], tokens, parts)
-    fixed = dict(ROWS=ROWS, D=dim, UNITS=UNITS, K_STAGES=K_STAGES, V_STAGES=V_STAGES)
-    plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *fixed.values()), (batch * heads * blocks * parts, 1, 1),
-                (tma_tiles(q, ROWS), tma_tiles(out, ROWS), tma_tiles(k_mean, UNITS), tma_tiles(v_mean, UNITS),
-                 tma_tiles(matrix.view(batch, heads, blocks * dim, dim), UNITS)),
-                (out, lse, tail_lse, shares, bias, left, offsets), (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)), fixed, OPTIONS)
-
-
-_launch = QuickLaunch(_tail_merge_kernel)
+    descriptors = (tma_tiles(q, ROWS), tma_tiles(out, ROWS), tma_tiles(k_mean, UNITS), tma_tiles(v_mean, UNITS),
+                   tma_tiles(matrix.view(batch, heads, blocks * dim, dim), UNITS))
+    plan.launch(_tail_merge_kernel, (batch * heads * blocks * parts, 1, 1), (out, lse, tail_lse, shares, bias, left, offsets),
+                (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)),
+                dict(ROWS=ROWS, D=dim, UNITS=UNITS, K_STAGES=K_STAGES, V_STAGES=V_STAGES), OPTIONS, descriptors)

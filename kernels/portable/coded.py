@@ -22,7 +22,6 @@ from torch import Tensor
 from ..lowering.plans import Plan
 from ..lowering.quick_launch import power_of_2
 from .config import LaunchConfig
-from .tail_config import launcher
 from .tail_statistics import SLAB
 
 # Of a normal distribution of deviation 1: from here on 3 is nearer than 1, where equal steps are least off in the mean square.
@@ -249,9 +248,6 @@ def _mixture_kernel(mixture, covariances, scales, out, rows, units, mixture_row,
     _put(out, acc_3, first + 3 * GROUP, mask, DIM)
 
 
-_launch_write, _launch_half_variances, _launch_mixtures = map(launcher, (_write_kernel, _half_variance_kernel, _mixture_kernel))
-
-
 def write(plan: Plan, found: Sequence[Tensor], into: Sequence[Tensor], places: Tensor | None, first: int) -> None:
     """Codes what is known of units.
 
@@ -261,8 +257,8 @@ def write(plan: Plan, found: Sequence[Tensor], into: Sequence[Tensor], places: T
         places: int64, which of these the units become; None = those from ``first`` on.
     """
     (batch, heads, units, size), dim, (room, moments) = found[3].shape, found[1].shape[3], into[3].shape[2:]
-    _launch_write(plan, (units, batch * heads, 2 * slabs(dim)), (*found, places, *into), (units, room, first), (),
-                  dict(SIZE=size, BYTES=moments, MIXED_BYTES=into[4].shape[3], DIM=dim, DIM_PAD=_pad(dim)), _TABLE["write"])
+    plan.launch(_write_kernel, (units, batch * heads, 2 * slabs(dim)), (*found, places, *into), (units, room, first),
+                dict(SIZE=size, BYTES=moments, MIXED_BYTES=into[4].shape[3], DIM=dim, DIM_PAD=_pad(dim)), _TABLE["write"].options())
 
 
 def half_variances(plan: Plan, queries: Tensor, moments: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -273,10 +269,10 @@ def half_variances(plan: Plan, queries: Tensor, moments: Tensor, scales: Tensor,
     rows, dim = rows * (heads // kv_heads), _dim(scales)
     config = _config("half_variances", rows)
     m, n = config.block_m, config.block_n
-    _launch_half_variances(plan, (-(-units // n) * batch * kv_heads, -(-rows // m), slabs(dim)), (queries, moments, scales, out),
-                           (batch * kv_heads, rows, units), (),
-                           dict(SIZE=size, BYTES=moments.shape[3], M=m, N=n, SLABS=slabs(dim), DIM=dim, DIM_PAD=_pad(dim),
-                                HALF=max(_pad(dim) // 2, SLAB)), config)
+    plan.launch(_half_variance_kernel, (-(-units // n) * batch * kv_heads, -(-rows // m), slabs(dim)), (queries, moments, scales, out),
+                (batch * kv_heads, rows, units),
+                dict(SIZE=size, BYTES=moments.shape[3], M=m, N=n, SLABS=slabs(dim), DIM=dim, DIM_PAD=_pad(dim),
+                     HALF=max(_pad(dim) // 2, SLAB)), config.options())
 
 
 def mixtures(plan: Plan, mixture: Tensor, covariances: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -286,9 +282,9 @@ def mixtures(plan: Plan, mixture: Tensor, covariances: Tensor, scales: Tensor, o
     rows *= heads // kv_heads
     dim, config = _dim(scales), _config("mixtures", rows)
     m, n = config.block_m, config.block_n
-    _launch_mixtures(plan, (slabs(dim) * GROUP.value, -(-rows // m), batch * kv_heads), (mixture, covariances, scales, out),
-                     (rows, units, mixture.stride(2)), (),
-                     dict(BYTES=covariances.shape[3], M=m, N=n, DIM=dim, DIM_PAD=_pad(dim)), config)
+    plan.launch(_mixture_kernel, (slabs(dim) * GROUP.value, -(-rows // m), batch * kv_heads), (mixture, covariances, scales, out),
+                (rows, units, mixture.stride(2)), dict(BYTES=covariances.shape[3], M=m, N=n, DIM=dim, DIM_PAD=_pad(dim)),
+                config.options())
 
 
 def _dim(scales: Tensor) -> int:
