@@ -62,20 +62,9 @@ class Axis(NamedTuple):
         """(out, dout, lse) of a forward in slots, lse 0 behind a block's tokens. With dlse, out and dout are changed so that
         sum(dout * out) over D is less by dlse, which is all that a gradient of the log-sum-exp adds to a backward: from out, dout is taken
         away as often as that needs; where dout is zero, both get one entry, which in dout is 2 ** -30 of dlse."""
-        if self.as_is and dlse is None:
-            return self.fill(out), self.fill(dout), lse
-        batch, heads, _, dim = out.shape
-        places, rows = self.number * self.slot, min(ROWS, self.slot)
-        filled_out, filled_dout = (out.new_empty(batch, heads, places, dim) for _ in range(2))
-        filled_lse = lse.new_empty(batch, heads, places)
-        out, dout, lse = strided(out), strided(dout), lse.contiguous()
-        # Without dlse the kernel does not read it.
-        dlse_ = lse if dlse is None else dlse.contiguous()
-        _results_kernel[(places // rows, batch * heads)](
-            out, dout, lse, dlse_, filled_out, filled_dout, filled_lse, self.blocks.bounds(heads), *out.stride()[:3], *dout.stride()[:3],
-            heads, places, self.blocks.tokens, self.parts * self.slot, FOLD=dlse is not None, ROWS=rows, DIM=dim,
-            DIM_PAD=power_of_2(dim), **FUSED)
-        return filled_out, filled_dout, filled_lse
+        if dlse is not None:
+            out, dout = _less(out, dout, dlse[..., None])
+        return self.fill(out), self.fill(dout), lse if self.as_is else self.fill(lse[..., None])[..., 0]
 
     def _copy(self, x: Tensor, filled: Tensor, fill: bool) -> None:
         batch, heads, _, dim = x.shape
@@ -83,6 +72,17 @@ class Axis(NamedTuple):
         _copy_kernel[(self.number * self.slot // rows, batch * heads)](
             x, filled, self.blocks.bounds(heads), *x.stride()[:3], *filled.stride()[:3], heads, self.parts * self.slot,
             FILL=fill, ROWS=rows, DIM=dim, DIM_PAD=power_of_2(dim), **FUSED)
+
+
+def _less(out: Tensor, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+    """out and dout as ``Axis.fill_results`` changes them; dlse ``[B, H, tokens, 1]``."""
+    wide = dout.float()
+    squared = wide.square().sum(-1, keepdim=True)
+    short, entry = squared < 1e-30, (dlse * 2.0**-30).to(dout.dtype)
+    alone = short & (entry != 0) & (torch.arange(out.shape[3], device=out.device) == 0)
+    less = out.float() - torch.where(short, 0.0, dlse / squared.masked_fill(short, 1.0)) * wide
+    less = torch.where(alone, -dlse / entry.float().masked_fill(entry == 0, 1.0), less)
+    return less.to(out.dtype), torch.where(alone, entry, dout)
 
 
 class SlotLists(NamedTuple):
@@ -158,57 +158,20 @@ def _lists_kernel(lists, bounds, item_bounds, counts, indices, sizes, rows, row_
 
 
 @triton.jit
-def _slot_rows(bounds, heads, length, ROWS: tl.constexpr):
-    """(batch, head, the first of a program's ROWS places in slots, their tokens, which of them have one); ``length`` places a block."""
-    head, batch = (tl.program_id(1) % heads).to(tl.int64), (tl.program_id(1) // heads).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    block = (first // length).to(tl.int32)
-    at = batch * bounds.batch + head // bounds.group * bounds.head
-    start, size = block_bounds(bounds, at, block)
-    row = (first - block * tl.cast(length, tl.int64)).to(tl.int32) + tl.arange(0, ROWS)
-    return batch, head, first, (start + row).to(tl.int64), row < size
-
-
-@triton.jit
 def _copy_kernel(x, filled, bounds, x_batch, x_head, x_row, filled_batch, filled_head, filled_row, heads, length,
                  FILL: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """Between the tokens x of blocks and their slots, ``length`` tokens a block: into the slots with FILL, else out of them."""
-    batch, head, first, token, real = _slot_rows(bounds, heads, length, ROWS)
-    dims = tl.arange(0, DIM_PAD)
+    head, batch = (tl.program_id(1) % heads).to(tl.int64), (tl.program_id(1) // heads).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    block = (first // length).to(tl.int32)
+    start, size = block_bounds(bounds, batch * bounds.batch + head // bounds.group * bounds.head, block)
+    row = (first - block * tl.cast(length, tl.int64)).to(tl.int32) + tl.arange(0, ROWS)
+    token, dims = (start + row).to(tl.int64), tl.arange(0, DIM_PAD)
     tokens = x + batch * x_batch + head * x_head + token[:, None] * x_row + dims[None, :]
     places = filled + batch * filled_batch + head * filled_head + (first + tl.arange(0, ROWS))[:, None] * filled_row + dims[None, :]
     inside = dims[None, :] < DIM
-    real = real[:, None] & inside
+    real = (row < size)[:, None] & inside
     if FILL:
         tl.store(places, tl.load(tokens, mask=real, other=0.0), mask=inside)
     else:
         tl.store(tokens, tl.load(places, mask=real, other=0.0), mask=real)
-
-
-@triton.jit
-def _results_kernel(out, dout, lse, dlse, out_filled, dout_filled, lse_filled, bounds, out_batch, out_head, out_row, dout_batch, dout_head,
-                    dout_row, heads, places, tokens, length, FOLD: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-                    DIM_PAD: tl.constexpr):
-    """See ``Axis.fill_results``."""
-    batch, head, first, token, real = _slot_rows(bounds, heads, length, ROWS)
-    dims = tl.arange(0, DIM_PAD)
-    inside = dims[None, :] < DIM
-    mask = real[:, None] & inside
-    o = tl.load(out + batch * out_batch + head * out_head + token[:, None] * out_row + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-    do = tl.load(dout + batch * dout_batch + head * dout_head + token[:, None] * dout_row + dims[None, :], mask=mask,
-                 other=0.0).to(tl.float32)
-    at_lse = (batch * heads + head) * tokens + token
-    if FOLD:
-        wanted = tl.load(dlse + at_lse, mask=real, other=0.0)
-        length_2 = tl.sum(do * do, 1)
-        short = length_2 < 1e-30
-        o -= tl.where(short, 0.0, wanted / tl.where(short, 1.0, length_2))[:, None] * do
-        entry = (wanted * 2.0 ** -30).to(out_filled.dtype.element_ty).to(tl.float32)
-        alone = (short & (entry != 0.0))[:, None] & (dims == 0)[None, :]
-        o = tl.where(alone, (-wanted / tl.where(entry == 0.0, 1.0, entry))[:, None], o)
-        do = tl.where(alone, entry[:, None], do)
-    to = ((batch * heads + head) * places + first + tl.arange(0, ROWS))
-    at_filled = to[:, None] * DIM + dims[None, :]
-    tl.store(out_filled + at_filled, o.to(out_filled.dtype.element_ty), mask=inside)
-    tl.store(dout_filled + at_filled, do.to(dout_filled.dtype.element_ty), mask=inside)
-    tl.store(lse_filled + to, tl.load(lse + at_lse, mask=real, other=0.0))

@@ -25,7 +25,7 @@ from ..lowering.dq_schedule import FIELDS, NEXT, ROWS, lock_values, schedule
 from ..lowering.inputs import strided
 from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import LOG2E
-from ..lowering.quick_launch import QuickLaunch, Tiles, fit
+from ..lowering.quick_launch import Tiles
 from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks, tma_tiles
 from ..lowering.transposed import transposed
 from .backward_iterator import BackwardLists
@@ -184,19 +184,19 @@ def _write_backward(plan: Plan, xs: Sequence[Any], tensors: Sequence[Any], fixed
     for x in [dk, dv] * (not keys.covers):
         plan.call(Tensor.zero_, x)
     # Programs that wait for one another must all be there.
-    plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *kinds.values()), (programs if deterministic else work.number, 1, 1),
-                (*[Tiles(x, partial(tma_chunks, rows=size)) if ragged else tma_tiles(x, size) for x, size in (
-                    (k, KEYS), (v, KEYS), (q, QUERIES), (dout, QUERIES), (dk, KEYS // WARPGROUPS), (dv, KEYS // WARPGROUPS))],
-                 Tiles(accum.lse_dpsum, _lse_dpsum_desc)),
+    descriptors = [Tiles(x, partial(tma_chunks, rows=size)) if ragged else tma_tiles(x, size) for x, size in (
+        (k, KEYS), (v, KEYS), (q, QUERIES), (dout, QUERIES), (dk, KEYS // WARPGROUPS), (dv, KEYS // WARPGROUPS))]
+    plan.launch(_backward_kernel, (programs if deterministic else work.number, 1, 1),
                 (accum.dq_semaphore if deterministic else work.tiles, timeouts, work.tiles, flipped.counts, flipped.indices, locks,
                  work.skipped if causal else work.tiles, *[flipped.counts if x is None else x for x in queries.tensors], accum.dq_accum),
-                (*numbers, scale * LOG2E, scale), kinds, dict(**OPTIONS, launch_cooperative_grid=deterministic))
+                (*numbers, scale * LOG2E, scale), kinds, dict(**OPTIONS, launch_cooperative_grid=deterministic),
+                (*descriptors, Tiles(accum.lse_dpsum, _lse_dpsum_desc)))
     if not queries.covers:
         plan.call(Tensor.zero_, dq)
     backward_postprocess(plan, accum, dq, scale, queries)
 
 
-_launch, _backward = QuickLaunch(_backward_kernel), Plans(_write_backward)
+_backward = Plans(_write_backward)
 
 
 def constants(dim: int, deterministic: bool) -> dict:

@@ -21,7 +21,7 @@ from ..lowering.chunks import Listed, extent, full_chunk, work_queue
 from ..lowering.outputs import empty_outputs, nothing_attended
 from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import LOG2E
-from ..lowering.quick_launch import QuickLaunch, Tiles, fit
+from ..lowering.quick_launch import Tiles
 from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks
 from .config import HopperForwardConfig, hopper_forward_config, split
 from .forward_load import FIELDS, ForwardWork, load
@@ -117,19 +117,16 @@ def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], 
                    causal: bool, in_place: bool, config: HopperForwardConfig | None) -> None:
     (q, k, v), listed = xs, Listed.planned(tensors, fixed)
     (batch, heads, q_len, dim), (kv_heads, kv_len), rows = q.shape, k.shape[1:3], listed.rows
+    out, lse = empty_outputs(q, rows, in_place)
+    plan.results += [lse] if in_place else [lse, out]
     if q.numel() == 0 or k.numel() == 0:
-        out, lse = empty_outputs(q, rows, in_place)
-        plan.results += [lse] if in_place else [lse, out]
         plan.call(nothing_attended, out, lse)
         return
     processors = multiprocessors(plan.device)
     config = config or hopper_forward_config(dim, rows.length, max_kv_length, causal, q.dtype == bfloat16, batch * heads * rows.number,
                                              processors, not listed.items.uniform)
     full = config.chunk if causal else full_chunk(listed.items.length, config.chunk)
-    # First of all, so that the GPU lowers the lists while the rest is prepared here.
     queue = work_queue(plan, listed, full, kv_len - q_len if causal else None, config.chunk, config.pieces)
-    out, lse = empty_outputs(q, rows, in_place)
-    plan.results += [lse] if in_place else [lse, out]
     list_batch, list_heads, width = extent(listed, full)
     places = processors * config.programs
     parts = -(-rows.length // (ROWS * config.warpgroups))
@@ -138,27 +135,20 @@ def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], 
     numbers = (width, rows.number, list_batch * list_heads, list_heads if list_batch > 1 else 0, heads // list_heads, batch, heads,
                heads // kv_heads, q_len, kv_len - q_len, tiles - split_tiles, splits,
                *[batch_tokens(x) or 0 for x in (q, k, v, out)])
-    kinds = dict(CAUSAL=causal, PARTS=parts) | constants(dim, config, full)
+    constants = dict(CAUSAL=causal, PARTS=parts, ROWS=ROWS, CHUNK=config.chunk, FULL=full, D=dim, STAGES=config.stages,
+                     WARPGROUPS=config.warpgroups, OVERLAP=config.overlap, Q_TILES=2 if config.programs == 1 else 1,
+                     Q_REGISTERS=config.q_registers, PIECES=config.pieces)
+    # Programs may begin before the kernel before them, which writes the queue, has ended.
+    options = dict(num_warps=4, maxnreg=REGISTER_FILE // (config.programs * 128 * (config.warpgroups + 1)) // 8 * 8, launch_pdl=True)
     # Where no list is split anything else stands for them.
     results = partial_results(plan, split_tiles * splits, ROWS * config.warpgroups, dim) if split_tiles else (queue, lse, lse)
-    plan.launch(_launch, (plan.device, q.dtype, fit(numbers), *kinds.values()), (min(tiles + split_tiles * (splits - 1), places), 1, 1),
-                [Tiles(x, partial(tma_chunks, rows=size)) for x, size in (
-                    (q, ROWS), (k, config.chunk), (v, config.chunk), (k, config.chunk // config.pieces), (v, config.chunk // config.pieces),
-                    (out, ROWS))],
-                (lse, queue, *results), (*numbers, scale * LOG2E), kinds, options(config))
+    descriptors = [Tiles(x, partial(tma_chunks, rows=size)) for x, size in (
+        (q, ROWS), (k, config.chunk), (v, config.chunk), (k, config.chunk // config.pieces), (v, config.chunk // config.pieces),
+        (out, ROWS))]
+    plan.launch(_forward_kernel, (min(tiles + split_tiles * (splits - 1), places), 1, 1), (lse, queue, *results),
+                (*numbers, scale * LOG2E), constants, options, descriptors)
     if split_tiles:
         merge_parts(plan, results, splits, out, lse)
 
 
-_launch, _forward = QuickLaunch(_forward_kernel), Plans(_write_forward)
-
-
-def constants(dim: int, config: HopperForwardConfig, full: int) -> dict[str, int]:
-    """Those of the kernel that follow from a configuration and the tokens of a full chunk, in the kernel's order."""
-    return dict(ROWS=ROWS, CHUNK=config.chunk, FULL=full, D=dim, STAGES=config.stages, WARPGROUPS=config.warpgroups, OVERLAP=config.overlap,
-                Q_TILES=2 if config.programs == 1 else 1, Q_REGISTERS=config.q_registers, PIECES=config.pieces)
-
-
-def options(config: HopperForwardConfig) -> dict[str, int]:
-    # Programs may begin before the kernel before them, which writes the queue, has ended.
-    return dict(num_warps=4, maxnreg=REGISTER_FILE // (config.programs * 128 * (config.warpgroups + 1)) // 8 * 8, launch_pdl=True)
+_forward = Plans(_write_forward)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..lowering.plans import Plan
 from ..lowering.primitives import merged_lse, part_weights, store_rows
-from ..lowering.quick_launch import QuickLaunch, fit
 
 # Rows that a program merges.
 ROWS = 16
@@ -59,9 +58,5 @@ def merge_parts(plan: Plan, parts: tuple[Tensor, Tensor, Tensor], splits: int, o
     """Writes the rows of tiles that were split, ``splits`` of the ``partial_results`` of each standing behind one another, to out and
     lse."""
     (_, heads, tokens, dim), (number, rows, _), cuda = out.shape, parts[1].shape, plan.device.type == "cuda"
-    numbers = (*out.stride()[:3], heads, tokens, splits, rows)
-    plan.launch(_launch, (plan.device, out.dtype, dim, fit(numbers)), (number // splits, rows // ROWS, 1), (), (*parts, out, lse), numbers,
+    plan.launch(_merge_kernel, (number // splits, rows // ROWS, 1), (*parts, out, lse), (*out.stride()[:3], heads, tokens, splits, rows),
                 dict(ROWS=ROWS, DIM=dim, EARLY=cuda), dict(launch_pdl=True) if cuda else {})
-
-
-_launch = QuickLaunch(_merge_kernel)

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..device import multiprocessors
 from ..lowering.plans import Plan
-from ..lowering.quick_launch import QuickLaunch, fit
 from ..lowering.tma import tma_tiles
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
 from .primitives import barrier_ring, matrix, product_layout, ring_arrive, ring_at, ring_free, ring_init, ring_wait
@@ -176,9 +175,5 @@ def _product(plan: Plan, left: Tensor, right: Tensor, out: Tensor, by_column: bo
     stages = min(STAGES, (ROOM - result) // (2 * DEPTH * (warpgroups * ROWS + width)))
     fixed = dict(ROWS=ROWS, COLUMNS=width, DEPTH=DEPTH, STAGES=stages, WARPGROUPS=warpgroups, BY_COLUMN=by_column)
     shape = (width, DEPTH) if by_column else (DEPTH, width)
-    plan.launch(_launch, (plan.device, fit(numbers), *fixed.values()), (programs, 1, 1),
-                (tma_tiles(left, warpgroups * ROWS, DEPTH), tma_tiles(right, *shape), None if by_column else tma_tiles(out, ROWS, width)),
-                (out if by_column else None,), numbers, fixed, OPTIONS)
-
-
-_launch = QuickLaunch(_product_kernel)
+    descriptors = tma_tiles(left, warpgroups * ROWS, DEPTH), tma_tiles(right, *shape), None if by_column else tma_tiles(out, ROWS, width)
+    plan.launch(_product_kernel, (programs, 1, 1), (out if by_column else None,), numbers, fixed, OPTIONS, descriptors)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..memo import Kept, captured
-from .quick_launch import QuickLaunch, Tiles, _Direct
+from .quick_launch import FUSED, Direct
 from .replays import LEAST, Graph, Replays
 
 # The kernels' arguments for descriptors, half a kilobyte each, by address and by what describes them. A descriptor holds no memory and does
@@ -80,11 +80,11 @@ class ByAddress:
         self._tensors: dict[TensorPlace | Constant | None, int] = {}
 
     @classmethod
-    def of(cls, steps: Sequence[Launch | TorchCall | Wait]) -> ByAddress | None:
-        """None unless all kernels are compiled, and launched directly."""
+    def of(cls, steps: Sequence[Launch | TorchCall | Wait], compiled: Sequence[Any]) -> ByAddress | None:
+        """``compiled``: what each has given ``with_tensors``. None unless all kernels are launched directly."""
         found = cls()
-        for step in steps:
-            by_address = step.by_address(found)
+        for step, kernel in zip(steps, compiled):
+            by_address = step.by_address(found, kernel)
             if by_address is None:
                 return None
             found.steps.append(by_address)
@@ -145,10 +145,9 @@ class Spot(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """The arguments of a QuickLaunch."""
+    """``kernel[grid](*descriptors, *tensors, *numbers, **constants, **options)``."""
 
-    quick: QuickLaunch
-    key: tuple
+    kernel: Any
     grid: tuple[int, int, int]
     spots: list[Spot | None]
     where: list[TensorPlace | Constant | None]
@@ -164,14 +163,15 @@ class Launch(NamedTuple):
         return self._replace(spots=[None if spot is None else spot._replace(place=final(spot.place)) for spot in self.spots],
                              where=[final(place) for place in self.where])
 
-    def with_tensors(self, bases: list[Tensor], waits: Sequence[Callable[[], object]]) -> None:
-        descriptors = [None if spot is None else Tiles(spot.place.of(bases), spot.make) for spot in self.spots]
+    def with_tensors(self, bases: list[Tensor], waits: Sequence[Callable[[], object]]) -> Any:
+        """What Triton has compiled for that, which is the same wherever tensors lie as much aligned."""
+        descriptors = [None if spot is None else spot.make(spot.place.of(bases)) for spot in self.spots]
         tensors = [None if place is None else place.of(bases) for place in self.where]
-        self.quick(self.key, self.grid, descriptors, tensors, self.numbers, self.constants, self.options)
+        return self.kernel[self.grid](*descriptors, *tensors, *self.numbers, **self.constants, **FUSED | self.options)
 
-    def by_address(self, call: ByAddress) -> AddressStep | None:
+    def by_address(self, call: ByAddress, compiled: Any) -> AddressStep | None:
         """The same for later calls; None where it is not launched directly."""
-        direct = self.quick.direct(self.key, [0 if place is None else place.begin()[1] for place in self.where])
+        direct = Direct.of(compiled, sum([spot is not None for spot in self.spots]))
         if direct is None:
             return None
         launch, grid, settled, flat = direct.launch, self.grid, direct.settled, direct.flat
@@ -187,7 +187,7 @@ class Launch(NamedTuple):
 
         return run
 
-    def _described(self, direct: _Direct, call: ByAddress) -> Callable[[list[int], list[Tensor]], list]:
+    def _described(self, direct: Direct, call: ByAddress) -> Callable[[list[int], list[Tensor]], list]:
         """Gives the kernel's arguments for all descriptors."""
         pick = call.addresses_of([None if spot is None else spot.place for spot in self.spots])
         # Their own objects are found faster than what they describe. Numbers leave out those that are None, whose address is 0.
@@ -228,7 +228,7 @@ class TorchCall(NamedTuple):
     def with_tensors(self, bases: list[Tensor], waits: Sequence[Callable[[], object]]) -> None:
         self.function(*[None if place is None else place.of(bases) for place in self.where])
 
-    def by_address(self, call: ByAddress) -> AddressStep:
+    def by_address(self, call: ByAddress, compiled: Any) -> AddressStep:
         function, arguments = self.function, call.tensors_of(self.where)
         return lambda stream, addresses, tensors, bases, waits: function(*arguments(tensors))
 
@@ -251,6 +251,6 @@ class Wait(NamedTuple):
     def with_tensors(self, bases: list[Tensor], waits: Sequence[Callable[[], object]]) -> None:
         waits[self.number]()
 
-    def by_address(self, call: ByAddress) -> AddressStep:
+    def by_address(self, call: ByAddress, compiled: Any) -> AddressStep:
         number = self.number
         return lambda stream, addresses, tensors, bases, waits: waits[number]()

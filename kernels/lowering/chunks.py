@@ -19,7 +19,6 @@ from ..blocks import BlockLists
 from .arguments import Bounds, ChunkLists, Lists
 from .plans import Plan, Plans
 from .primitives import block_bounds, row_of_lists
-from .quick_launch import QuickLaunch, fit
 
 # List entries read at once by one program.
 SEGMENT = 256
@@ -284,7 +283,7 @@ def work_queue(plan: Plan, listed: Listed, chunk: int, causal_shift: int | None,
     queue = plan.working(HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width), dtype=torch.int32)
     # The kernel that is launched after this one may begin before the queue is written.
     more = dict(PIECE=room // pieces, PIECES=pieces, EARLY=plan.device.type == "cuda")
-    _launch(plan, _launch_queue, listed, chunk, causal_shift, more, [queue])
+    _launch(plan, _queue_kernel, listed, chunk, causal_shift, more, [queue])
     return queue
 
 
@@ -302,20 +301,17 @@ def _write_chunks(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], f
     listed = Listed.planned(tensors, fixed)
     batch, heads, width = extent(listed, chunk)
     out = [plan.result(batch, heads, listed.rows.number, *more, dtype=torch.int32) for more in ((width,), (width,), (), ())]
-    _launch(plan, _launch_chunks, listed, chunk, causal_shift, dict(ROWS_ARE_QUERIES=rows_are_queries), out)
+    _launch(plan, _chunks_kernel, listed, chunk, causal_shift, dict(ROWS_ARE_QUERIES=rows_are_queries), out)
 
 
-def _launch(plan: Plan, kernel: QuickLaunch, listed: Listed, chunk: int, causal_shift: int | None, more: dict, out: Sequence[Tensor]
-            ) -> None:
+def _launch(plan: Plan, kernel: Any, listed: Listed, chunk: int, causal_shift: int | None, more: dict, out: Sequence[Tensor]) -> None:
     (batch, heads, width), (_, indices, rows, items) = extent(listed, chunk), listed
     numbers = (*shared_strides(listed.counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number, items.number,
                rows.length, rows.tokens, items.length, items.tokens, indices.shape[3], width, -(-items.length // chunk), causal_shift or 0)
-    constants = dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None) | more
-    plan.launch(kernel, (plan.device, fit(numbers), rows.uniform, items.uniform, *constants.values()),
-                (rows.number, heads, batch), (), (*listed.tensors, *out), numbers, constants, {})
+    plan.launch(kernel, (rows.number, heads, batch), (*listed.tensors, *out), numbers,
+                dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None) | more)
 
 
-_launch_chunks, _launch_queue = map(QuickLaunch, (_chunks_kernel, _queue_kernel))
 _chunks = Plans(_write_chunks)
 
 

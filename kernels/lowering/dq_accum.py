@@ -18,7 +18,6 @@ from .arguments import Bounds
 from .chunks import Partition
 from .plans import Plan
 from .primitives import load_rows, own_rows, store_rows
-from .quick_launch import QuickLaunch
 
 QUERIES = 64
 # Keys of a program of the backward kernel.
@@ -113,12 +112,10 @@ def backward_preprocess(plan: Plan, dout: Tensor, dlse: Tensor | None, out: Tens
     dq_semaphore = plan.working(batch, heads, slots, dim // 64, dtype=torch.int32) if ordered else None
     parts = -(-queries.length // QUERIES)
     given = lse if dlse is None else dlse
-    # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
     numbers = (*out.stride()[:3], *dout.stride()[:3], *given.stride(), *queries.strides(heads), heads, q_len, queries.length, slots)
-    constants = dict(PARTS=parts, HAS_DLSE=dlse is not None, ORDERED=ordered, M=QUERIES, DIM=dim)
-    plan.launch(_launch_preprocess, (plan.device, out.dtype, dout.dtype, given.dtype, queries.uniform, numbers, *constants.values()),
-                (queries.number * parts, batch * heads, 1), (),
-                (out, dout, given, lse, lse_dpsum, dq_accum, dq_semaphore, *queries.tensors), (*numbers, scale), constants, {})
+    plan.launch(_preprocess_kernel, (queries.number * parts, batch * heads, 1),
+                (out, dout, given, lse, lse_dpsum, dq_accum, dq_semaphore, *queries.tensors), (*numbers, scale),
+                dict(PARTS=parts, HAS_DLSE=dlse is not None, ORDERED=ordered, M=QUERIES, DIM=dim))
     return Accum(lse_dpsum, dq_accum, dq_semaphore)
 
 
@@ -127,10 +124,6 @@ def backward_postprocess(plan: Plan, accum: Accum, dq: Tensor, scale: float, que
     batch, heads, q_len, dim = dq.shape
     parts = -(-queries.length // QUERIES)
     numbers = (*dq.stride()[:3], *queries.strides(heads), heads, q_len, queries.length, accum.number)
-    constants = dict(PARTS=parts, ORDERED=accum.dq_semaphore is not None, M=QUERIES, DIM=dim)
-    plan.launch(_launch_postprocess, (plan.device, dq.dtype, queries.uniform, numbers, *constants.values()),
-                (queries.number * parts, batch * heads, 1), (), (accum.dq_accum, accum.dq_semaphore, dq, *queries.tensors),
-                (*numbers, scale), constants, {})
-
-
-_launch_preprocess, _launch_postprocess = map(QuickLaunch, (_preprocess_kernel, _postprocess_kernel))
+    plan.launch(_postprocess_kernel, (queries.number * parts, batch * heads, 1),
+                (accum.dq_accum, accum.dq_semaphore, dq, *queries.tensors), (*numbers, scale),
+                dict(PARTS=parts, ORDERED=accum.dq_semaphore is not None, M=QUERIES, DIM=dim))

@@ -36,7 +36,7 @@ from .chunks import Listed, shared_strides
 from .dq_accum import KEYS, QUERIES
 from .plans import Plan
 from .primitives import block_bounds
-from .quick_launch import QuickLaunch, fit, power_of_2
+from .quick_launch import power_of_2
 
 # int32 numbers of a tile: first key; keys from there to the end of the block; batch; key/value head; key block; part of it; iterations, -1
 # of a part beyond the end of its block; the next tile of the same program, or -1; where in its lists it begins, in 1 / ROTATION_UNITS of
@@ -338,17 +338,14 @@ def schedule(plan: Plan, flipped: Listed, batch: int, heads: int, kv_heads: int,
     numbers: tuple[int, ...] = (*strides, *keys.strides(kv_heads), *queries.strides(heads), kv_heads, group, keys.number, keys.length,
                                 keys.tokens, queries.length, queries.tokens, width, parts, together, shift or 0)
     constants = dict(M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=power_of_2(parts), CAUSAL=shift is not None)
-    plan.launch(_launch_tiles, (plan.device, fit(numbers), keys.uniform, queries.uniform, *constants.values()),
-                (keys.number, batch * kv_heads, 1), (), (*flipped.tensors, tiles, skipped), numbers, constants, {})
+    plan.launch(_tiles_kernel, (keys.number, batch * kv_heads, 1), (*flipped.tensors, tiles, skipped), numbers, constants)
     constants = dict(OWN=16, OTHERS=128)
-    plan.launch(_launch_order, (plan.device, fit((number, tail)), *constants.values()), (-(-tail // constants["OWN"]), 1, 1), (), (tiles,),
-                (number, tail), constants, {})
+    plan.launch(_order_kernel, (-(-tail // constants["OWN"]), 1, 1), (tiles,), (number, tail), constants)
     times = None
     if ordered:
-        constants = dict(PROGRAMS=power_of_2(programs), WINDOW=1024)
         times = plan.working(number, dtype=torch.int32)
-        numbers = (number, programs, group, STAGGER, tail, share)
-        plan.launch(_launch_assign, (plan.device, fit(numbers), *constants.values()), (1, 1, 1), (), (tiles, times), numbers, constants, {})
+        plan.launch(_assign_kernel, (1, 1, 1), (tiles, times), (number, programs, group, STAGGER, tail, share),
+                    dict(PROGRAMS=power_of_2(programs), WINDOW=1024))
     return DqSchedule(tiles, number, tail, times, skipped, width, parts, together)
 
 
@@ -361,12 +358,7 @@ def lock_values(plan: Plan, work: DqSchedule, listed: Listed, flipped: Listed, b
     values = plan.working(batch, heads, keys.number, work.parts, work.width, dtype=torch.int32)
     numbers = (*shared_strides(own_counts, heads), *shared_strides(counts, heads), kv_heads, heads // kv_heads, keys.number, capacity,
                work.width, work.parts, work.together, work.width.bit_length())
-    constants = dict(SEGMENT=32, OTHERS=32, CAUSAL=work.skipped is not None)
-    plan.launch(_launch_lock_values, (plan.device, fit(numbers), *constants.values()), (queries.number, heads, batch), (),
-                (own_counts, own_indices, counts, indices, work.tiles, work.times, work.skipped, whens, values), numbers, constants,
-                dict(num_warps=1))
+    plan.launch(_lock_value_kernel, (queries.number, heads, batch),
+                (own_counts, own_indices, counts, indices, work.tiles, work.times, work.skipped, whens, values), numbers,
+                dict(SEGMENT=32, OTHERS=32, CAUSAL=work.skipped is not None), dict(num_warps=1))
     return values
-
-
-_launch_tiles, _launch_order, _launch_assign, _launch_lock_values = map(
-    QuickLaunch, (_tiles_kernel, _order_kernel, _assign_kernel, _lock_value_kernel))

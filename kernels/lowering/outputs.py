@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .chunks import Partition
 from .plans import Plan, Plans
-from .quick_launch import QuickLaunch, fit, power_of_2
+from .quick_launch import power_of_2
 
 # Rows that a program clears at once.
 ROWS = 32
@@ -65,8 +65,8 @@ def _write(plan: Plan, xs: Sequence[Tensor], bounds: Sequence[Any], fixed: tuple
     out = q if in_place else plan.result_like(q)
     if not rows.covers and batch * heads:
         numbers = (*out.stride()[:3], *rows.strides(heads), heads, tokens)
-        plan.launch(_launch_clear, (plan.device, q.dtype, dim, fit(numbers)), (rows.number + 1, batch * heads, 1), (),
-                    (out, lse, rows.starts, rows.sizes), numbers, dict(ROWS=ROWS, DIM=dim, DIM_PAD=power_of_2(dim)), {})
+        plan.launch(_clear_kernel, (rows.number + 1, batch * heads, 1), (out, lse, rows.starts, rows.sizes), numbers,
+                    dict(ROWS=ROWS, DIM=dim, DIM_PAD=power_of_2(dim)))
 
 
-_launch_clear, _outputs = QuickLaunch(_clear_kernel), Plans(_write)
+_outputs = Plans(_write)

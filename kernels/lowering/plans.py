@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memo import Kept, Unplanned, captured
 from .by_address import ByAddress, Constant, Launch, Spot, TensorPlace, TorchCall, Wait
-from .quick_launch import KINDS_KEPT, QuickLaunch, Tiles, aligned, current_stream, hooked
+from .quick_launch import KINDS_KEPT, Tiles, aligned, current_stream, hooked
 from .rooms import ALIGNMENT, Room, Span, shared
 
 # By each thread for itself.
@@ -83,11 +83,12 @@ class Plan:
         """These stay after a call, in one memory, and are tensors by themselves when somebody asks for them."""
         self.kept.append(xs)
 
-    def launch(self, quick: QuickLaunch, key: tuple, grid: tuple[int, int, int], descriptors: Sequence[Tiles | None],
-               tensors: Sequence[Tensor | None], numbers: Sequence[int | float], constants: dict, options: dict) -> None:
-        """A launch by ``quick``, whose arguments these are."""
-        self.steps.append(Launch(quick, key, grid, [None if x is None else Spot(self._place(x.x), x.make) for x in descriptors],
-                                  [None if x is None else self._place(x) for x in tensors], numbers, constants, options))
+    def launch(self, kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor | None], numbers: Sequence[int | float],
+               constants: dict, options: dict | None = None, descriptors: Sequence[Tiles | None] = ()) -> None:
+        """A launch of Triton's ``kernel``, which takes ``*descriptors, *tensors, *numbers, **constants``; ``options``: num_warps and the
+        like."""
+        self.steps.append(Launch(kernel, grid, [None if x is None else Spot(self._place(x.x), x.make) for x in descriptors],
+                                  [None if x is None else self._place(x) for x in tensors], numbers, constants, options or {}))
 
     def call(self, function: Callable[..., Any], *tensors: Tensor | None) -> None:
         """A function of torch that writes to tensors which it is given, and does the same in all calls; given none, the host's own."""
@@ -297,10 +298,9 @@ class Planned:
         return bases
 
     def _with_tensors(self, bases: list[Tensor], usual: bool, waits: Sequence[Callable[[], object]] = ()) -> None:
-        for step in self.steps:
-            step.with_tensors(bases, waits)
-        if usual and any([isinstance(step, Launch) for step in self.steps]):
-            self.by_address = ByAddress.of(self.steps)
+        compiled = [step.with_tensors(bases, waits) for step in self.steps]
+        if usual and self.by_address is None and any([isinstance(step, Launch) for step in self.steps]):
+            self.by_address = ByAddress.of(self.steps, compiled)
 
 
 def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:

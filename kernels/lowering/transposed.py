@@ -10,7 +10,6 @@ from torch import Tensor, int8, int32
 
 from .chunks import Listed
 from .plans import Plan, Plans
-from .quick_launch import QuickLaunch, fit
 
 # Entries of a list that a program reads at once; and of the matrix of pairs, query blocks by key blocks.
 ENTRIES, ROWS, ITEMS = 256, 64, 32
@@ -60,13 +59,8 @@ def _write(plan: Plan, xs: Sequence[Tensor], lists: Sequence[Tensor], items: int
     if not batch * heads * rows * items:
         return plan.call(Tensor.zero_, flipped[0])
     pairs = plan.working(batch, heads, rows, items, dtype=int8)
-    numbers = (capacity, items)
-    plan.launch(_launch_pairs, (plan.device, fit(numbers)), (batch * heads * rows, 1, 1), (), (counts, indices, pairs), numbers,
-                dict(ENTRIES=ENTRIES), {})
-    numbers = (rows, items)
-    plan.launch(_launch_columns, (plan.device, fit(numbers)), (-(-items // ITEMS), batch * heads, 1), (), (pairs, *flipped), numbers,
-                dict(ROWS=ROWS, ITEMS=ITEMS), {})
+    plan.launch(_pairs_kernel, (batch * heads * rows, 1, 1), (counts, indices, pairs), (capacity, items), dict(ENTRIES=ENTRIES))
+    plan.launch(_columns_kernel, (-(-items // ITEMS), batch * heads, 1), (pairs, *flipped), (rows, items), dict(ROWS=ROWS, ITEMS=ITEMS))
 
 
-_launch_pairs, _launch_columns = map(QuickLaunch, (_pairs_kernel, _columns_kernel))
 _transposed = Plans(_write)

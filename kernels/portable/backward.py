@@ -37,9 +37,9 @@ DELTA_ROWS = 64
 
 
 @triton.jit
-def _delta_kernel(out, dout, dlse, lse, delta, lse2, heads, q_len,
-                  M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """delta, and lse in base 2; dlse None where no gradient arrives through lse."""
+def delta_kernel(out, dout, dlse, lse, delta, lse2, heads, q_len,
+                 M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """delta, and lse in base 2, which lie as lse does; dlse None where no gradient arrives through lse."""
     row = tl.program_id(0) * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     o = load_rows(of_head(out, batch, head), row, out.row, q_len - row, M, DIM, DIM_PAD, True)
@@ -47,8 +47,8 @@ def _delta_kernel(out, dout, dlse, lse, delta, lse2, heads, q_len,
     offsets = row + tl.arange(0, M)
     mask = offsets < q_len
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    at = (batch * heads + head) * q_len + offsets
-    row_lse = tl.load(lse + at, mask=mask, other=0.0)
+    at = batch * lse.batch + tl.cast(head, tl.int64) * lse.head + offsets.to(tl.int64) * lse.row
+    row_lse = tl.load(lse.ptr + at, mask=mask, other=0.0)
     if dlse is not None:
         row_dlse = tl.load(of_head(dlse, batch, head) + offsets.to(tl.int64) * dlse.row, mask=mask, other=0.0)
         # An empty row has no gradient, whatever arrives for its lse of -inf.
@@ -206,8 +206,8 @@ def triton_backward(
 
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     q_view, k_view, v_view, do_view = map(view, (q, k, v, dout))
-    _delta_kernel[(triton.cdiv(q_len, DELTA_ROWS), batch * heads)](
-        view(out), do_view, None if dlse is None else view(dlse), lse, delta, lse2, heads, q_len,
+    delta_kernel[(triton.cdiv(q_len, DELTA_ROWS), batch * heads)](
+        view(out), do_view, None if dlse is None else view(dlse), view(lse), delta, lse2, heads, q_len,
         M=DELTA_ROWS, DIM=dim, DIM_PAD=dim_pad, **FUSED)
 
     chunks = chunk_lists(listed, heads, for_dq.block_n, shift)

@@ -22,7 +22,6 @@ from torch import Tensor
 from ..lowering.plans import Plan
 from ..lowering.quick_launch import power_of_2
 from .config import LaunchConfig
-from .tail_config import launcher
 from .tail_statistics import SLAB
 
 # Numbers of deviation 1 are coded in equal steps, which are least off in the mean square if the numbers are normally distributed. From here
@@ -250,9 +249,6 @@ def _mixture_kernel(mixture, covariances, scales, out, rows, units, mixture_row,
     _put(out, acc_3, first + 3 * GROUP, mask, DIM)
 
 
-_launch_write, _launch_half_variances, _launch_mixtures = map(launcher, (_write_kernel, _half_variance_kernel, _mixture_kernel))
-
-
 def write(plan: Plan, found: Sequence[Tensor], into: Sequence[Tensor], places: Tensor | None, first: int) -> None:
     """Codes what is known of units.
 
@@ -262,8 +258,8 @@ def write(plan: Plan, found: Sequence[Tensor], into: Sequence[Tensor], places: T
         places: int64, which of these the units become; None = those from ``first`` on.
     """
     (batch, heads, units, size), dim, (room, moments) = found[3].shape, found[1].shape[3], into[3].shape[2:]
-    _launch_write(plan, (units, batch * heads, 2 * slabs(dim)), (*found, places, *into), (units, room, first), (),
-                  dict(SIZE=size, BYTES=moments, MIXED_BYTES=into[4].shape[3], DIM=dim, DIM_PAD=_pad(dim)), _TABLE["write"])
+    plan.launch(_write_kernel, (units, batch * heads, 2 * slabs(dim)), (*found, places, *into), (units, room, first),
+                dict(SIZE=size, BYTES=moments, MIXED_BYTES=into[4].shape[3], DIM=dim, DIM_PAD=_pad(dim)), _TABLE["write"].options())
 
 
 def half_variances(plan: Plan, queries: Tensor, moments: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -274,10 +270,10 @@ def half_variances(plan: Plan, queries: Tensor, moments: Tensor, scales: Tensor,
     rows, dim = rows * (heads // kv_heads), _dim(scales)
     config = _config("half_variances", rows)
     m, n = config.block_m, config.block_n
-    _launch_half_variances(plan, (-(-units // n) * batch * kv_heads, -(-rows // m), slabs(dim)), (queries, moments, scales, out),
-                           (batch * kv_heads, rows, units), (),
-                           dict(SIZE=size, BYTES=moments.shape[3], M=m, N=n, SLABS=slabs(dim), DIM=dim, DIM_PAD=_pad(dim),
-                                HALF=max(_pad(dim) // 2, SLAB)), config)
+    plan.launch(_half_variance_kernel, (-(-units // n) * batch * kv_heads, -(-rows // m), slabs(dim)), (queries, moments, scales, out),
+                (batch * kv_heads, rows, units),
+                dict(SIZE=size, BYTES=moments.shape[3], M=m, N=n, SLABS=slabs(dim), DIM=dim, DIM_PAD=_pad(dim),
+                     HALF=max(_pad(dim) // 2, SLAB)), config.options())
 
 
 def mixtures(plan: Plan, mixture: Tensor, covariances: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -287,9 +283,9 @@ def mixtures(plan: Plan, mixture: Tensor, covariances: Tensor, scales: Tensor, o
     rows *= heads // kv_heads
     dim, config = _dim(scales), _config("mixtures", rows)
     m, n = config.block_m, config.block_n
-    _launch_mixtures(plan, (slabs(dim) * GROUP.value, -(-rows // m), batch * kv_heads), (mixture, covariances, scales, out),
-                     (rows, units, mixture.stride(2)), (),
-                     dict(BYTES=covariances.shape[3], M=m, N=n, DIM=dim, DIM_PAD=_pad(dim)), config)
+    plan.launch(_mixture_kernel, (slabs(dim) * GROUP.value, -(-rows // m), batch * kv_heads), (mixture, covariances, scales, out),
+                (rows, units, mixture.stride(2)), dict(BYTES=covariances.shape[3], M=m, N=n, DIM=dim, DIM_PAD=_pad(dim)),
+                config.options())
 
 
 def _dim(scales: Tensor) -> int:

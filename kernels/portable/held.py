@@ -17,8 +17,7 @@ from ..lowering.plans import Plan, Plans
 from ..lowering.quick_launch import power_of_2
 from ..tail import KeyStatistics
 from . import coded
-from .config import LaunchConfig
-from .tail_config import launcher, strides
+from .tail_config import strides
 
 # Numbers that a program moves at once.
 MOVED = 8192
@@ -35,9 +34,6 @@ def _ring_kernel(x, source, at, place, x_batch, x_head, x_row, heads, rows, each
     x += batch * x_batch + head * x_head
     mask = there[:, None] & (columns < WIDTH)[None, :]
     tl.store(x + own[:, None] * x_row + columns[None, :], tl.load(x + found[:, None] * x_row + columns[None, :], mask=mask), mask=mask)
-
-
-_launch_ring = launcher(_ring_kernel)
 
 
 def room_for_statistics(k: Tensor, blocks: int, parts: int) -> KeyStatistics:
@@ -75,9 +71,9 @@ def _write_ring(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], each
         batch, heads, _, width = x.shape
         pad = power_of_2(width)
         rows = max(1, MOVED // pad)
-        _launch_ring(plan, (-(-len(source) // rows), batch * heads, 1), (x, source, at, place),
-                     (*strides(x), heads, len(source), each, size), (), dict(ROWS=rows, WIDTH=width, WIDTH_PAD=pad),
-                     LaunchConfig(0, 0, 4, 1))
+        plan.launch(_ring_kernel, (-(-len(source) // rows), batch * heads, 1), (x, source, at, place),
+                    (*strides(x), heads, len(source), each, size), dict(ROWS=rows, WIDTH=width, WIDTH_PAD=pad),
+                    dict(num_warps=4, num_stages=1))
 
 
 _write, _ring = Plans(_write_write), Plans(_write_ring)

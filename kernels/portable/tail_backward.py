@@ -17,7 +17,7 @@ from ..lowering.plans import Plan, product
 from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, row_pointers, store_rows
 from ..tail import Blocks, by_kv_head
 from .config import LaunchConfig
-from .tail_config import launcher, strides
+from .tail_config import strides
 from .tail_groups import head_groups
 from .tail_rows import part_shares
 from .tail_statistics import block_rows, head_at, lower_tokens, padded
@@ -221,10 +221,6 @@ def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovaria
         tl.store(dv + token * dv_row + columns[None, :], new_dv.to(dv.dtype.element_ty), mask=mask)
 
 
-_launch_rows, _launch_units, _launch_matrix, _launch_tokens = map(
-    launcher, (_tail_rows_kernel, _tail_units_kernel, _tail_matrix_kernel, _tail_tokens_kernel))
-
-
 def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[str, tuple[dict[str, int], LaunchConfig]]:
     """Sizes and options of the four kernels."""
     shape, wide = padded(dim), dim > 128 or dtype == torch.float32
@@ -289,17 +285,17 @@ def gradients(
 
     sizes, config = launches["rows"]
     parts = -(-longest // config.block_m)
-    _launch_rows(plan, (blocks * parts, batch * heads, 1),
-                 (q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dexact_lse, lse2, shift, bias2, matrix,
-                  offsets),
-                 (*strides(q, dout, exact, out, dexact, dq), heads, group, tokens, blocks, units), (scale * LOG2E, scale),
-                 dict(PARTS=parts) | sizes, config)
+    plan.launch(_tail_rows_kernel, (blocks * parts, batch * heads, 1),
+                (q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dexact_lse, lse2, shift, bias2, matrix,
+                 offsets),
+                (*strides(q, dout, exact, out, dexact, dq), heads, group, tokens, blocks, units, scale * LOG2E, scale),
+                dict(PARTS=parts) | sizes, config.options())
 
     sizes, config = launches["units"]
     chunks, (splits, share) = -(-units // config.block_n), query_splits(plan.device, blocks, units, min(at_once, batch * kv_heads), config)
     some = [plan.working(splits, *k_mean.shape, dtype=torch.float32) for _ in range(2)]
-    _launch_units(plan, (chunks, batch * kv_heads, splits), (q, dout, k_mean, v_mean, *some, lse2, shift, bias2, offsets),
-                  (*strides(q, dout), kv_heads, group, tokens, blocks, units, share), (scale * LOG2E, scale), sizes, config)
+    plan.launch(_tail_units_kernel, (chunks, batch * kv_heads, splits), (q, dout, k_mean, v_mean, *some, lse2, shift, bias2, offsets),
+                (*strides(q, dout), kv_heads, group, tokens, blocks, units, share, scale * LOG2E, scale), sizes, config.options())
     dmeans = [plan.working(*k_mean.shape, dtype=torch.float32) for _ in range(2)]
     for x, total in zip(some, dmeans):
         plan.call(lambda x, out: torch.sum(x, 0, out=out), x, total)
@@ -307,14 +303,14 @@ def gradients(
     sizes, config = launches["matrix"]
     patches = -(-dim // sizes["C"])
     dmatrix = plan.working(*matrix.shape, dtype=matrix.dtype)
-    _launch_matrix(plan, (blocks, batch * heads, patches), (q, dout, dmatrix, exact_lse, tail_lse, offsets),
-                   (*strides(q, dout), heads, tokens, blocks), (scale,), sizes, config)
+    plan.launch(_tail_matrix_kernel, (blocks, batch * heads, patches), (q, dout, dmatrix, exact_lse, tail_lse, offsets),
+                (*strides(q, dout), heads, tokens, blocks, scale), sizes, config.options())
     for own, shared in head_groups(batch, kv_heads, group, at_once):
         # The query heads of a key head are rows of one product.
         sums = dcovariance[shared]
         plan.call(product, by_kv_head(mixture[own], sums.shape[1]).mT, by_kv_head(dmatrix[own], sums.shape[1]), sums.flatten(0, 1))
 
     sizes, config = launches["tokens"]
-    _launch_tokens(plan, (units, batch * kv_heads, patches),
-                   (k, v, dk, dv, k_mean, v_mean, *dmeans, dcovariance, log_count, order, kv_offsets),
-                   (*strides(k, v, dk, dv), kv_heads, k.shape[2], units), (), dict(PARTS=units // kv_number) | sizes, config)
+    plan.launch(_tail_tokens_kernel, (units, batch * kv_heads, patches),
+                (k, v, dk, dv, k_mean, v_mean, *dmeans, dcovariance, log_count, order, kv_offsets),
+                (*strides(k, v, dk, dv), kv_heads, k.shape[2], units), dict(PARTS=units // kv_number) | sizes, config.options())

@@ -1,8 +1,7 @@
-"""How the tail's kernels are launched: the tiles that they multiply, warps and stages as data, and why; and that a Plan notes launches."""
+"""How the tail's kernels are launched: the tiles that they multiply, warps and stages as data, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor
 
 from ..device import DeviceLimits
-from ..lowering.plans import Plan
-from ..lowering.quick_launch import QuickLaunch
 from .config import LaunchConfig
 
 # For head_dims up to 64 and up to 128, float16 and bfloat16. Keys, moments: block_m columns of the result, block_n tokens at once.
@@ -47,22 +44,6 @@ def tail_config(kernel: str, head_dim: int, dtype: torch.dtype, limits: DeviceLi
     if limits.shared_memory < 160 << 10 and head_dim > 64:
         config = replace(config, num_stages=min(config.num_stages, 2))
     return config
-
-
-def launcher(kernel) -> Callable[..., None]:
-    """``launch(plan, grid, tensors, integers, scales, constants, config)`` of a kernel whose parameters come in this order.
-
-    Triton specialises on the integers, strides and sizes, by which it loads whole rows at once: so they are in the key.
-    """
-    quick = QuickLaunch(kernel)
-
-    def launch(plan: Plan, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], integers: tuple[int, ...],
-               scales: tuple[float, ...], constants: dict, config: LaunchConfig | None) -> None:
-        options = {} if config is None else config.options()
-        key = (plan.device, *[None if x is None else x.dtype for x in tensors], integers, *constants.values(), *options.values())
-        plan.launch(quick, key, grid, (), tensors, (*integers, *scales), constants, options)
-
-    return launch
 
 
 def strides(*views: Tensor) -> tuple[int, ...]:

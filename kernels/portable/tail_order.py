@@ -11,7 +11,7 @@ from ..device import device_limits
 from ..lowering.plans import Plan
 from ..lowering.quick_launch import power_of_2
 from ..tail import CUTS, ITERATIONS
-from .tail_config import launcher, strides, tail_config
+from .tail_config import strides, tail_config
 from .tail_statistics import centred_moments, fold, head_at, load_tokens, own_block, padded, shifted, unit_rows
 
 # Tokens whose projections are looked at at once, in large blocks.
@@ -113,9 +113,6 @@ def _order_kernel(k, offsets, projections, order, log_count, k_batch, k_head, k_
     tl.store(log_count + at * units + 2 * block + part, known)
 
 
-_launch_order = launcher(_order_kernel)
-
-
 def principal_order(plan: Plan, k: Tensor, offsets: Tensor, num_blocks: int, order: Tensor, log_count: Tensor) -> None:
     """Writes order and log_count of ``BlockEstimates`` for two units of a block."""
     batch, heads, tokens, dim = k.shape
@@ -125,5 +122,5 @@ def principal_order(plan: Plan, k: Tensor, offsets: Tensor, num_blocks: int, ord
     width = min(WIDTH, max(128, power_of_2(-(-tokens // max(num_blocks, 1)))))
     constants = dict(ITERATIONS=ITERATIONS, CUTS=CUTS, WIDTH=width, SHIFTED=shifted(k), ROWS=config.block_n, FOLD=fold(config, dim),
                      **padded(dim))
-    _launch_order(plan, (num_blocks * heads, batch, 1), (k, offsets, projections, order, log_count),
-                  (*strides(k), heads, tokens, log_count.shape[2]), (), constants, config)
+    plan.launch(_order_kernel, (num_blocks * heads, batch, 1), (k, offsets, projections, order, log_count),
+                (*strides(k), heads, tokens, log_count.shape[2]), constants, config.options())

@@ -12,7 +12,7 @@ from ..lowering.plans import Plan
 from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, sampled_rows, softmax_step
 from ..tail import CAP, USELESS
 from .config import LaunchConfig
-from .tail_config import launcher, strides, tail_config
+from .tail_config import strides, tail_config
 from .tail_statistics import block_rows, head_at, padded
 
 # Units, and ids of a list, that a program of the bias and error kernels takes at once.
@@ -245,10 +245,6 @@ def _useful_kernel(error, useful, blocks, MOST: tl.constexpr, WIDTH: tl.constexp
     tl.store(useful + head, tl.sum(total, 0) / blocks <= MOST)
 
 
-_launch_bias, _launch_score, _launch_mass, _launch_useful, _launch_combine = map(
-    launcher, (_bias_kernel, _score_kernel, _mass_kernel, _useful_kernel, _combine_kernel))
-
-
 def unit_bias(plan: Plan, log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lists, useful: Tensor, parts: int,
               bias: Tensor, left: Tensor, mixture: Tensor) -> None:
     """Writes ``bias``, float32 ``[B, H, N, U]``, in base 2: what a unit's logit has beside its mean key's; ``left``, int32 ``[B, H, N]``,
@@ -258,38 +254,37 @@ def unit_bias(plan: Plan, log_count: Tensor, half_variance: Tensor, mass: Tensor
     heads not ``useful``, bool ``[B, H]``.
     """
     batch, heads, blocks, units = bias.shape
-    _launch_bias(plan, (blocks, batch * heads, 1),
-                 (log_count, half_variance, mass, lists.counts, lists.indices, useful, bias, left, mixture),
-                 (lists.batch, lists.head, lists.group, lists.capacity, heads, heads // log_count.shape[1], blocks, units,
-                  mixture.stride(2)), (),
-                 dict(CAP=CAP, PARTS=parts, WIDTH=WIDTH), None)
+    plan.launch(_bias_kernel, (blocks, batch * heads, 1),
+                (log_count, half_variance, mass, lists.counts, lists.indices, useful, bias, left, mixture),
+                (lists.batch, lists.head, lists.group, lists.capacity, heads, heads // log_count.shape[1], blocks, units,
+                 mixture.stride(2)), dict(CAP=CAP, PARTS=parts, WIDTH=WIDTH))
 
 
 def scores(plan: Plan, mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int, out: Tensor) -> None:
     """Writes ``out``, float32 ``[B, H, N, K]``: mass x h of each key block's units over its tokens, -inf where nothing is estimated of
     any."""
     batch, heads, blocks, units = mass.shape
-    _launch_score(plan, (blocks, batch * heads, 1), (mass, half_variance, log_count, out),
-                  (heads, heads // log_count.shape[1], blocks, units), (), dict(PARTS=parts, WIDTH=WIDTH), None)
+    plan.launch(_score_kernel, (blocks, batch * heads, 1), (mass, half_variance, log_count, out),
+                (heads, heads // log_count.shape[1], blocks, units), dict(PARTS=parts, WIDTH=WIDTH))
 
 
 def useful_heads(plan: Plan, error: Tensor, useful: Tensor) -> None:
     """Writes ``useful`` of ``error``, as ``useful_heads`` of ``tail.py`` finds it."""
-    _launch_useful(plan, (useful.numel(), 1, 1), (error, useful), (error.shape[2],), (), dict(MOST=USELESS, WIDTH=WIDTH), None)
+    plan.launch(_useful_kernel, (useful.numel(), 1, 1), (error, useful), (error.shape[2],), dict(MOST=USELESS, WIDTH=WIDTH))
 
 
 def sampled_mass(plan: Plan, q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float,
-                 sample: int, cap: float, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
-    """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count + min(h, ``cap``), mean of ``sample`` of a
+                 sample: int, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
+    """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count + min(h, CAP), mean of ``sample`` of a
     block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h; and in ``rounded``, like
     mass, h, which comes in float32, ``[B, H, N, S * U]``, as S parts of a sum."""
     batch, heads, blocks, units = mass.shape
     config, sizes = _config("mass", plan, q)
     sizes["M"] = max(sizes["M"], sample)
-    _launch_mass(plan, (-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
-                 (q, k_mean, log_count, half_variance, offsets, mass, rounded, error),
-                 (*strides(q), heads, heads // k_mean.shape[1], blocks, units), (scale * LOG2E,),
-                 dict(SAMPLE=sample, CAP=cap, SLABS=half_variance.shape[3] // units, **sizes), config)
+    plan.launch(_mass_kernel, (-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
+                (q, k_mean, log_count, half_variance, offsets, mass, rounded, error),
+                (*strides(q), heads, heads // k_mean.shape[1], blocks, units, scale * LOG2E),
+                dict(SAMPLE=sample, CAP=CAP, SLABS=half_variance.shape[3] // units, **sizes), config.options())
 
 
 def merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor,
@@ -300,9 +295,10 @@ def merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mea
     batch, heads, blocks, units = bias.shape
     config, sizes = _config("combine", plan, q)
     tiles = shares.shape[3]
-    _launch_combine(plan, (blocks * tiles, batch * heads, 1), (q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, shares, offsets),
-                    (*strides(q, out), heads, heads // k_mean.shape[1], blocks, units, q.shape[2]), (scale, scale * LOG2E),
-                    dict(TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes), config)
+    plan.launch(_combine_kernel, (blocks * tiles, batch * heads, 1),
+                (q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, shares, offsets),
+                (*strides(q, out), heads, heads // k_mean.shape[1], blocks, units, q.shape[2], scale, scale * LOG2E),
+                dict(TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes), config.options())
 
 
 def merged_rows(plan: Plan, q: Tensor) -> int:

@@ -12,7 +12,7 @@ from ..lowering.plans import Plan
 from ..lowering.primitives import sampled_rows
 from ..lowering.quick_launch import power_of_2
 from .config import LaunchConfig
-from .tail_config import launcher, strides, tail_config
+from .tail_config import strides, tail_config
 
 # Rows of a symmetric matrix that are kept from the same column on.
 SLAB = 32
@@ -263,18 +263,14 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
     tl.store(out + at * DIM * DIM + dims[:, None] * DIM + columns[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
-_launch_keys, _launch_queries, _launch_covariances = map(launcher, (_keys_kernel, _queries_kernel, _covariances_kernel))
-
-
 def key_statistics(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
                    order: Tensor | None, parts: int, moments: Tensor) -> None:
     """Writes k_mean, v_mean, log_count and ``moments``, bfloat16 ``[B, Hkv, U, packed_size(D)]``, the keys' covariances."""
     batch, heads, units, dim = k_mean.shape
     config, across, columns = _columns("keys", plan, k)
     constants = dict(PARTS=parts, SHIFTED=shifted(k), SAME=across == 1, SLAB=SLAB, ROWS=config.block_n, FOLD=fold(config, dim), **columns)
-    _launch_keys(plan, (units // parts * heads, batch, across),
-                 (k, v, order, offsets, k_mean, v_mean, log_count, moments), (*strides(k, v), heads, units, k.shape[2], packed_size(dim)),
-                 (), constants, config)
+    plan.launch(_keys_kernel, (units // parts * heads, batch, across), (k, v, order, offsets, k_mean, v_mean, log_count, moments),
+                (*strides(k, v), heads, units, k.shape[2], packed_size(dim)), constants, config.options())
 
 
 def shifted(k: Tensor) -> bool:
@@ -291,8 +287,9 @@ def query_moments(plan: Plan, q: Tensor, offsets: Tensor, num_blocks: int, sampl
     what is not kept added to what is: so that products with keys' covariances are those of whole matrices."""
     batch, heads, _, dim = q.shape
     config, across, columns = _columns("moments", plan, q)
-    _launch_queries(plan, (num_blocks * heads, batch, across), (q, offsets, moments), (*strides(q), heads, num_blocks, packed_size(dim)),
-                    (factor,), dict(SAMPLE=sample, SAME=across == 1, SLAB=SLAB, **columns), config)
+    plan.launch(_queries_kernel, (num_blocks * heads, batch, across), (q, offsets, moments),
+                (*strides(q), heads, num_blocks, packed_size(dim), factor), dict(SAMPLE=sample, SAME=across == 1, SLAB=SLAB, **columns),
+                config.options())
 
 
 def covariances(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
@@ -302,9 +299,8 @@ def covariances(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tenso
     batch, heads, units, dim = k_mean.shape
     config, across, columns = _columns("covariances", plan, k)
     group = 0 if useful is None else useful.shape[1] // heads
-    _launch_covariances(plan, (units * heads, batch, across),
-                        (k, v, order, offsets, k_mean, v_mean, log_count, useful, out), (*strides(k, v), heads, group, units, k.shape[2]),
-                        (), dict(PARTS=parts, ROWS=config.block_n, **columns), config)
+    plan.launch(_covariances_kernel, (units * heads, batch, across), (k, v, order, offsets, k_mean, v_mean, log_count, useful, out),
+                (*strides(k, v), heads, group, units, k.shape[2]), dict(PARTS=parts, ROWS=config.block_n, **columns), config.options())
 
 
 def packed_size(dim: int) -> int:

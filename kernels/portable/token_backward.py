@@ -15,9 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
-from ..lowering.primitives import LOG2E, finite_or_zero, gather_rows, load_rows, lse_in_base_2, store_rows
+from ..lowering.arguments import view
+from ..lowering.primitives import LOG2E, finite_or_zero, gather_rows, load_rows, store_rows
 from ..lowering.quick_launch import FUSED
 from ..token_lists import KeyLists, TokenLists
+from .backward import DELTA_ROWS, delta_kernel
 from .config import token_config, token_dkv_config
 from .token_forward import key_tiles, list_parts, listed_block, listed_keys, load_tile
 
@@ -26,25 +28,6 @@ from .token_forward import key_tiles, list_parts, listed_block, listed_keys, loa
 PIECES = 1024
 # Tokens of a piece at least.
 SHORTEST_PIECE = 256
-# Rows whose delta one program computes.
-DELTA_ROWS = 64
-
-
-@triton.jit
-def _delta_kernel(out, dout, dlse, lse, delta, lse2, out_row, out_head, do_row, do_head, dlse_row, dlse_head, heads, rows,
-                  HAS_DLSE: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """delta, and lse in base 2."""
-    row = tl.program_id(0) * M + tl.arange(0, M)
-    token, head, real = (row // heads).to(tl.int64), row % heads, row < rows
-    o = gather_rows(out, token * out_row + head * out_head, 1, real, DIM, DIM_PAD)
-    do = gather_rows(dout, token * do_row + head * do_head, 1, real, DIM, DIM_PAD)
-    row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    row_lse = tl.load(lse + row, mask=real, other=0.0)
-    if HAS_DLSE:
-        # An empty row has no gradient, whatever arrives for its lse of -inf.
-        row_delta -= tl.where(row_lse == float("-inf"), 0.0, tl.load(dlse + token * dlse_row + head * dlse_head, mask=real, other=0.0))
-    tl.store(delta + row, row_delta, mask=real)
-    tl.store(lse2 + row, lse_in_base_2(row_lse), mask=real)
 
 
 @triton.jit
@@ -206,10 +189,9 @@ def triton_token_backward(
     strides = [stride for x in (q, k, v, dout) for stride in x.stride()[:2]]
 
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    _delta_kernel[(triton.cdiv(tokens * heads, DELTA_ROWS),)](
-        out, dout, lse if dlse is None else dlse, lse, delta, lse2, *out.stride()[:2], *dout.stride()[:2],
-        *(lse if dlse is None else dlse).stride(), heads, tokens * heads,
-        HAS_DLSE=dlse is not None, M=DELTA_ROWS, DIM=v_dim, DIM_PAD=shape["VDIM_PAD"], **FUSED)
+    by_head = [None if x is None else view(x.transpose(0, 1)[None]) for x in (out, dout, dlse, lse)]
+    delta_kernel[(triton.cdiv(tokens, DELTA_ROWS), heads)](
+        *by_head, delta, lse2, heads, tokens, M=DELTA_ROWS, DIM=v_dim, DIM_PAD=shape["VDIM_PAD"], **FUSED)
 
     config = token_config(group, dim, v_dim, device_limits(q.device), lists.full is not None)
     k_tiles = v_tiles = None

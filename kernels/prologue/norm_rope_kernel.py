@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.quick_launch import QuickLaunch, power_of_2
+from ..lowering.plans import Plan, Plans
+from ..lowering.quick_launch import power_of_2
 from .projection import Projection
 
 # Numbers that a program takes at once, over tokens, heads and channels, and of them heads: those of a token often share their angles. On an
@@ -137,48 +140,52 @@ def materialize(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor
     if not x.numel():
         return
     x = x if x.stride(-1) == 1 else x.contiguous()
+    weight = rstd = None
+    if norm is not None:
+        weight, rstd = norm.weight.contiguous(), None if norm.rstd is None else norm.rstd.contiguous()
+    cos, sin = projection.angles or (None, None)
+    if cos is not None and sin is not None and (cos.stride() != sin.stride() or cos.stride(-1) != 1):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    *places, begin = order or (None, None, None, 0)
+    _materialize((x, out, weight, rstd, cos, sin), places, begin, *(0.0, False) if norm is None else (norm.eps, norm.casts_before_weight))
+
+
+def _write_materialize(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor | None], begin: int, eps: float, casts: bool) -> None:
+    (x, out, weight, rstd, cos, _), (source, offsets, means) = xs, others
     batch, heads, tokens, dim = x.shape
     dim_pad = power_of_2(dim)
-    # A pointer that is not used is x.
-    kind, weight, rstd = "none", x, x
-    if norm is not None:
-        kind, weight, rstd = ("head", norm.weight, x) if norm.rstd is None else ("token", norm.weight, norm.rstd.contiguous())
-        weight = weight.contiguous()
-    rope, cos, sin = 0, x, x
+    rope = 0
     strides: tuple[int, ...] = (0, 0, 0)
-    if projection.angles is not None:
-        cos, sin = projection.angles
-        if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-            cos, sin = cos.contiguous(), sin.contiguous()
+    if cos is not None:
         rope, strides = cos.shape[-1] // (dim // 2), cos.expand(batch, heads, tokens, -1).stride()[:3]
     together = min(HEADS, power_of_2(heads))
     rows = max(1, NUMBERS // (together * dim_pad))
     grouped = out.dim() == 5
     into = (out.stride(0), *out.stride()[2:4], out.stride(1), out.shape[2]) if grouped else (*out.stride()[:3], 0, heads)
-    source, offsets, means, begin = order or (x, x, x, 0)
-    blocks = -(-tokens // rows) if order is None else len(offsets) - 1
-    numbers = (*x.stride()[:3], *into, dim if weight.dim() == 2 else 0, *strides, heads, tokens, begin, means.shape[2])
-    constants = dict(ORDERED=order is not None, GROUPS=grouped, MEANS=order is not None and means.shape[2] > 0, NORM=kind,
-                     CAST=norm is not None and norm.casts_before_weight, ROPE=rope, PER_HEAD=strides[1] != 0, ROWS=rows, HEADS=together,
-                     DIM=dim, DIM_PAD=dim_pad)
-    # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
-    _launch_rotary((x.get_device(), x.dtype, out.dtype, weight.dtype, rstd.dtype, cos.dtype, sin.dtype, numbers, *constants.values()),
-                   (blocks * -(-heads // together), batch, 1), (), (x, out, weight, rstd, cos, sin, source, offsets, means),
-                   (*numbers, 0.0 if norm is None else norm.eps), constants, OPTIONS)
+    blocks, mean_blocks = (-(-tokens // rows), 0) if offsets is None or means is None else (len(offsets) - 1, means.shape[2])
+    # What is not there is not read, and stands for any pointer.
+    plan.launch(_rotary_kernel, (blocks * -(-heads // together), batch, 1), [x if of is None else of for of in (*xs, *others)],
+                (*x.stride()[:3], *into, dim if weight is not None and weight.dim() == 2 else 0, *strides, heads, tokens, begin,
+                 mean_blocks, eps),
+                dict(ORDERED=source is not None, GROUPS=grouped, MEANS=mean_blocks > 0,
+                     NORM="none" if weight is None else "head" if rstd is None else "token", CAST=casts, ROPE=rope,
+                     PER_HEAD=strides[1] != 0, ROWS=rows, HEADS=together, DIM=dim, DIM_PAD=dim_pad), OPTIONS)
 
 
 def token_rstd(x: Tensor, eps: float) -> Tensor:
     """float32 ``[B, S]``: 1 / sqrt(mean(x ** 2) + eps) over the heads of each token of x ``[B, H, S, D]``."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    return _rstd((x if x.stride(-1) == 1 else x.contiguous(),), (), eps)[0]
+
+
+def _write_rstd(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], eps: float) -> None:
+    x, = xs
     batch, heads, tokens, dim = x.shape
-    rstd = torch.empty(batch, tokens, device=x.device, dtype=torch.float32)
+    rstd = plan.result(batch, tokens, dtype=torch.float32)
     dim_pad = power_of_2(dim)
     rows = max(1, NUMBERS // dim_pad)
     if rstd.numel():
-        numbers = (*x.stride()[:3], heads, tokens)
-        _launch_rstd((x.get_device(), x.dtype, dim, numbers), (-(-tokens // rows), batch, 1), (), (x, rstd), (*numbers, eps),
-                     dict(ROWS=rows, DIM=dim, DIM_PAD=dim_pad), OPTIONS)
-    return rstd
+        plan.launch(_rstd_kernel, (-(-tokens // rows), batch, 1), (x, rstd), (*x.stride()[:3], heads, tokens, eps),
+                    dict(ROWS=rows, DIM=dim, DIM_PAD=dim_pad), OPTIONS)
 
 
-_launch_rotary, _launch_rstd = map(QuickLaunch, (_rotary_kernel, _rstd_kernel))
+_materialize, _rstd = Plans(_write_materialize), Plans(_write_rstd)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..lowering.plans import Plan, Plans
-from ..lowering.quick_launch import QuickLaunch, power_of_2
+from ..lowering.quick_launch import power_of_2
 from ..moves import Move, new_tokens
 from .projection import Deferred
 
@@ -133,10 +133,8 @@ def _write_gather(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], me
     if not batch * (heads + kv_heads) * blocks:
         return
     strides = [stride for x in (q, k, v, *outs) for stride in x.stride()[:3]]
-    numbers = (*strides, heads, kv_heads, mean_blocks)
-    # Triton specialises on the numbers, by which it loads whole rows at once: so they are in the key.
-    plan.launch(_launch_gather, (plan.device, q.dtype, dim, numbers), (blocks * (heads + 2 * kv_heads), batch, 1), (),
-                (q, k, v, *others, *outs, *means), numbers, _constants(dim), OPTIONS)
+    plan.launch(_gather_kernel, (blocks * (heads + 2 * kv_heads), batch, 1), (q, k, v, *others, *outs, *means),
+                (*strides, heads, kv_heads, mean_blocks), _constants(dim), OPTIONS)
 
 
 def _write_take(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor]) -> None:
@@ -144,9 +142,8 @@ def _write_take(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor]) -> N
     out = plan.result_as(new_tokens(x, len(index)))
     batch, heads, tokens, dim = out.shape
     if out.numel():
-        numbers = (*x.stride()[:3], *out.stride()[:3], heads, tokens)
-        plan.launch(_launch_take, (plan.device, x.dtype, dim, numbers), (-(-tokens // ROWS) * heads, batch, 1), (), (x, index, out),
-                    numbers, _constants(dim), OPTIONS)
+        plan.launch(_take_kernel, (-(-tokens // ROWS) * heads, batch, 1), (x, index, out),
+                    (*x.stride()[:3], *out.stride()[:3], heads, tokens), _constants(dim), OPTIONS)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -159,5 +156,4 @@ def _constants(dim: int) -> dict[str, int]:
     return dict(ROWS=ROWS, DIM=dim, DIM_PAD=power_of_2(dim))
 
 
-_launch_gather, _launch_take = map(QuickLaunch, (_gather_kernel, _take_kernel))
 _gather, _take = Plans(_write_gather), Plans(_write_take)

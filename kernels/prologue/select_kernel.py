@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import load_rows, ordered, store_rows
-from ..lowering.quick_launch import QuickLaunch, power_of_2
+from ..lowering.quick_launch import power_of_2
 
 # Side of a square of scores, and the part of the descriptors that is multiplied at once.
 SIDE = 64
@@ -186,14 +186,12 @@ def _write_score(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], lam
     if not scores.numel():
         return
     ready = plan.working(batch * (heads * rows * width + kv_heads * columns * (width + 1)), dtype=torch.float32)
-    # Triton specialises on whole numbers: so they are in the keys.
-    integers, width_pad = (batch * heads, rows, columns), power_of_2(width)
+    width_pad = power_of_2(width)
     constants = dict(COSINE=lambda_ is not None, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad)
-    plan.launch(_launch_prepare, (plan.device, lambda_ is not None, width, integers), (batch * (heads + kv_heads), 1, 1), (),
-                (q, k, ready), (*integers, float(lambda_ or 0)), constants, dict(num_warps=PREPARE_WARPS))
-    integers, squares = (rows, columns, heads // kv_heads), -(-rows // SIDE) * -(-columns // SIDE)
-    plan.launch(_launch_score, (plan.device, width, integers), (squares, batch * heads, 1), (), (ready, scores),
-                (*integers, 1.0 if lambda_ is None else lambda_ / 2), dict(SIDE=SIDE, PART=PART, WIDTH=width), {})
+    plan.launch(_prepare_kernel, (batch * (heads + kv_heads), 1, 1), (q, k, ready),
+                (batch * heads, rows, columns, float(lambda_ or 0)), constants, dict(num_warps=PREPARE_WARPS))
+    plan.launch(_score_kernel, (-(-rows // SIDE) * -(-columns // SIDE), batch * heads, 1), (ready, scores),
+                (rows, columns, heads // kv_heads, 1.0 if lambda_ is None else lambda_ / 2), dict(SIDE=SIDE, PART=PART, WIDTH=width))
 
 
 def _write_select(plan: Plan, xs: Sequence[Tensor | None], others: Sequence[Tensor], k_all: int, beyond: bool, room: int
@@ -207,14 +205,12 @@ def _write_select(plan: Plan, xs: Sequence[Tensor | None], others: Sequence[Tens
     width = power_of_2(blocks)
     scored_rows, scored = (0, 0) if scores is None else scores.shape[-2:]
     given = dict(SCORES=scores is not None, PER_ROW=k_per_row is not None, ACTIVE=active is not None, BEYOND=beyond)
-    kind = None if active is None else active.dtype
     # Numbers that are shared by all lists are read by each.
     per_list = scored_rows if k_per_row is not None and k_per_row.numel() > scored_rows else 0
     numbers = (k_all, heads, blocks, room, scored_rows, scored, per_list)
-    # The kernel does not read the tensors that are absent; any pointer will do in their place.
-    plan.launch(_launch_select, (plan.device, kind, width, numbers, *given.values()), (rows, heads, batch), (),
-                (*[forced if x is None else x for x in xs], forced, counts, indices), numbers, dict(WIDTH=width, **given),
-                dict(num_warps=min(16, max(2, width // 512))))
+    # What is not there is not read, and stands for any pointer.
+    plan.launch(_select_kernel, (rows, heads, batch), (*[forced if x is None else x for x in xs], forced, counts, indices), numbers,
+                dict(WIDTH=width, **given), dict(num_warps=min(16, max(2, width // 512))))
 
 
 def _write_lengths(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], least: int) -> None:
@@ -222,10 +218,7 @@ def _write_lengths(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], l
     out = plan.result(len(valid), 1, len(lengths), dtype=lengths.dtype)
     if out.numel():
         batch, _, blocks = out.shape
-        plan.launch(_launch_lengths, (plan.device,), (blocks, batch, 1), (), (valid, *others, out), (*valid.stride(), blocks, least),
-                    dict(SEGMENT=SEGMENT), {})
+        plan.launch(_lengths_kernel, (blocks, batch, 1), (valid, *others, out), (*valid.stride(), blocks, least), dict(SEGMENT=SEGMENT))
 
 
-_launch_prepare, _launch_score, _launch_select, _launch_lengths = map(
-    QuickLaunch, (_prepare_kernel, _score_kernel, _select_kernel, _lengths_kernel))
 _score, _select, _lengths = Plans(_write_score), Plans(_write_select), Plans(_write_lengths)

@@ -1,7 +1,7 @@
 """A step that is planned once for a kind of tensors launches the same by address as it does with tensors, and mixes up no kinds."""
 
 from functools import partial
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,22 +18,37 @@ CPU = torch.device("cpu")
 
 
 class Recorder:
-    """In the place of a QuickLaunch: what kernels would get, (grid, addresses, numbers and constants)."""
+    """In the place of a kernel and of what Triton compiles: what it would get, (grid, addresses, numbers and constants)."""
 
     def __init__(self):
         self.seen = []
 
-    def __call__(self, key, grid, descriptors, tensors, numbers, constants, options):
-        at = [x.x.data_ptr() for x in descriptors] + [0 if x is None else x.data_ptr() for x in tensors]
-        self.seen.append((*grid, *at, *numbers, *constants.values()))
+    def __getitem__(self, grid):
+        def launch(*arguments, enable_fp_fusion, num_warps=None, num_stages=None, maxnreg=None, **constants):
+            at = [0 if x is None else x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+            self.seen.append((*grid, *at, *constants.values()))
+            return self
 
-    def direct(self, key, pointers):
-        def launch(*arguments):
-            stream, *rest = arguments[3:]
-            assert stream == 7, "another stream"
-            self.seen.append((*arguments[:3], *rest))
+        return launch
 
-        return SimpleNamespace(launch=launch, settled=(), flat=True, encoded=lambda number, made: [made])
+    def launch(self, *arguments):
+        stream, *rest = arguments[3:]
+        assert stream == 7, "another stream"
+        self.seen.append((*arguments[:3], *rest))
+
+    settled, flat = (), True
+
+    def encoded(self, number, made):
+        return [made]
+
+
+@pytest.fixture(autouse=True)
+def directly():
+    """What a Recorder gives as compiled is launched by the Recorder."""
+    of = by_address.Direct.of
+    with mock.patch.object(by_address.Direct, "of", lambda compiled, descriptors: (
+            compiled if isinstance(compiled, Recorder) else of(compiled, descriptors))):
+        yield
 
 
 def both_ways(planned, inputs, recorder):
@@ -54,7 +69,7 @@ def test_launches_by_address_get_what_launches_with_tensors_get():
     for head in range(3):
         work = plan.working(2, 100, dtype=torch.float32)
         tiles = Tiles(a[:, head:head + 1], lambda x: x.data_ptr())
-        plan.launch(recorder, ("key",), (head, 2, 1), (tiles,), (a[1, head], None, b[2:], work[1], out[head]), (3, 0.5), dict(N=64), {})
+        plan.launch(recorder, (head, 2, 1), (a[1, head], None, b[2:], work[1], out[head]), (3, 0.5), dict(N=64), {}, (tiles,))
     assert sum(room.size for room in plan.rooms()[2]) == 800, "groups work in the same memory"
     with_tensors, by_address = both_ways(Planned(plan), (x, y), recorder)
     assert with_tensors == by_address and len(by_address) == 3
@@ -81,7 +96,7 @@ def test_steps_of_tensors_that_lie_where_others_lay_are_one_graph(refused, monke
     plan = Plan(CPU, (torch.zeros(6, 8),))
     for group in (range(4), range(4, 6)):
         for row in group:
-            plan.launch(recorder, ("key",), (row, 2, 1), (), (plan.inputs[0][row],), (3,), {}, {})
+            plan.launch(recorder, (row, 2, 1), (plan.inputs[0][row],), (3,), {})
         plan.call(lambda x: recorder.seen.append((0, 0, 0, x.data_ptr(), 0)), plan.inputs[0][1:])
         plan.call(lambda: host.append(len(recorder.seen)))
     planned, calls = Planned(plan), []
@@ -191,7 +206,7 @@ def test_the_tails_launches_by_address(room, numbers, monkeypatch):
     # merge; of a batch element's groups covariances, rows, units, matrices and tokens.
     for (planned, inputs), launches in zip(launched, numbers):
         recorder = Recorder()
-        planned.steps = [step._replace(quick=recorder) if hasattr(step, "quick") else step._replace(function=lambda *xs: None)
+        planned.steps = [step._replace(kernel=recorder) if hasattr(step, "kernel") else step._replace(function=lambda *xs: None)
                          for step in planned.steps]
         with_tensors, by_address = both_ways(planned, inputs, recorder)
         assert with_tensors == by_address and len(by_address) == launches

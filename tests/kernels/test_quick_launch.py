@@ -1,4 +1,4 @@
-"""Launches that skip what an earlier launch has settled take the same arguments, and only where nothing else is compiled."""
+"""Launches by address pass what Triton's launches pass, and only where nothing else is compiled."""
 
 import ast
 from pathlib import Path
@@ -13,7 +13,7 @@ from triton.runtime import driver
 import ssta.kernels
 from ssta.kernels.lowering import by_address
 from ssta.kernels.lowering.plans import Plan, Planned
-from ssta.kernels.lowering.quick_launch import FUSED, QuickLaunch, Tiles, fit, launcher_known
+from ssta.kernels.lowering.quick_launch import FUSED, Direct, Tiles, launcher_known
 from ssta.kernels.memo import Kept
 from ssta.kernels.portable.config import LaunchConfig
 
@@ -21,19 +21,14 @@ from ssta.kernels.portable.config import LaunchConfig
 class Recorder:
     """Stands for a kernel and for what it compiles to; keeps what it was launched with."""
 
-    function, packed_metadata = "function", "metadata"
-
     def __init__(self, compiled=None):
-        self.compiled, self.launches, self.runs = compiled, [], []
+        self.compiled, self.launches = compiled, []
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
             self.launches.append((grid, arguments, options))
             return self.compiled
         return launch
-
-    def run(self, *arguments):
-        self.runs.append(arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -42,72 +37,30 @@ def stream_7(monkeypatch):
     monkeypatch.setattr(driver, "_active", active)
 
 
-GRID, KEY = (3, 2, 1), ("cuda:0", torch.bfloat16)
+GRID = (3, 2, 1)
 
 
-def test_the_second_launch_passes_by_the_compiler():
-    compiled = Recorder()
-    kernel = Recorder(compiled)
-    launch = QuickLaunch(kernel)
-    x, y = torch.zeros(8), torch.ones(8)
-    tiles = Tiles(x, lambda x: "tiles")
-    launch(KEY, GRID, (tiles,), (x, None), (5, 0.5), dict(SIZE=64), dict(num_warps=4))
-    launch(KEY, GRID, (tiles,), (y, None), (6, 0.5), dict(SIZE=64), dict(num_warps=4))
-    assert kernel.launches == [(GRID, ("tiles", x, None, 5, 0.5), dict(SIZE=64, num_warps=4, **FUSED))]
-    assert compiled.runs == [(*GRID, 7, "function", "metadata", None, None, None, "tiles", y.data_ptr(), 0, 6, 0.5, 64)]
-
-
-def test_launch_hooks_are_called_at_every_launch(monkeypatch):
-    """By Triton, which then launches."""
-    compiled = Recorder()
-    launch = QuickLaunch(Recorder(compiled))
-    for hooks in ("launch_enter_hook", "launch_exit_hook"):
-        with monkeypatch.context() as patch:
-            patch.setattr(getattr(knobs.runtime, hooks), "calls", [print])
-            for _ in range(2):
-                launch(KEY, GRID, (), (torch.zeros(8),), (5,), {}, {})
-    assert len(compiled.launches) == 3 and not compiled.runs
-
-
-def test_what_is_compiled_depends_on_which_pointers_are_aligned():
-    """Triton takes multiples of 16 bytes for granted where it has seen them."""
-    kernel = Recorder(Recorder())
-    launch, (aligned, odd) = QuickLaunch(kernel), (torch.zeros(8), torch.zeros(8)[1:])
-    every = (aligned, aligned), (odd, aligned), (aligned, odd), (odd, odd)
-    for tensors in (*every, *every):
-        launch(KEY, GRID, (), tensors, (5,), {}, {})
-    assert [arguments[:2] for _, arguments, _ in kernel.launches] == list(every) and len(kernel.compiled.runs) == 4
-
-
-def test_numbers_of_64_bits_are_told_apart():
-    assert fit((5, -1)) == fit(((1 << 31) - 1,)) and len({fit(x) for x in ((5, 6), (5, 1 << 31), (1 << 31, 5))}) == 3
-
-
-def test_another_key_is_another_kernel():
-    kernel = Recorder(Recorder())
-    launch = QuickLaunch(kernel)
-    for key in ("cuda:0", "cuda:1"):
-        launch((key,), GRID, (), (torch.zeros(8),), (5,), {}, {})
-    assert len(kernel.launches) == 2
-
-
-def test_triton_interpreter_is_always_asked():
+def test_a_launch_with_tensors_is_tritons():
+    """And so is every one in Triton's interpreter, which compiles nothing."""
     kernel = Recorder(None)
-    launch = QuickLaunch(kernel)
+    plan = Plan(torch.device("cpu"), [torch.zeros(8)])
+    x, = plan.inputs
+    plan.launch(kernel, GRID, (x, None), (5, 0.5), dict(SIZE=64), dict(num_warps=4), (Tiles(x, lambda x: "tiles"),))
+    plan, x = Planned(plan), torch.zeros(8)
     for _ in range(2):
-        launch(KEY, GRID, (), (torch.zeros(8),), (5,), {}, {})
+        plan(x)
+    assert plan.by_address is None
+    for grid, (tiles, given, *rest), options in kernel.launches:
+        assert (grid, tiles, rest, options) == (GRID, "tiles", [None, 5, 0.5], dict(SIZE=64, num_warps=4, **FUSED))
+        assert given.data_ptr() == x.data_ptr()
     assert len(kernel.launches) == 2
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "3.10.0rc1", "4.0.0"])
-def test_under_a_version_that_is_not_checked_every_launch_is_a_plain_one(version, monkeypatch):
+def test_under_a_version_that_is_not_checked_every_launch_is_tritons(version, monkeypatch):
+    assert Direct.of(WithoutDescriptors(print), 0) is not None
     monkeypatch.setattr("triton.__version__", version)
-    compiled = Recorder()
-    kernel = Recorder(compiled)
-    launch = QuickLaunch(kernel)
-    for _ in range(3):
-        launch(KEY, GRID, (), (torch.zeros(8),), (5,), {}, {})
-    assert len(kernel.launches) == 3 and not compiled.runs and not compiled.launches
+    assert Direct.of(WithoutDescriptors(print), 0) is None
 
 
 def test_versions_whose_launchers_are_known():
@@ -156,10 +109,6 @@ def descriptor(x):
     return SimpleNamespace(base=x, shape=list(x.shape), strides=list(x.stride()), padding="zero", round_f32_to_tf32=False)
 
 
-def twice(tiles):
-    return [tiles, None, tiles]
-
-
 def flat(arguments):
     """A call's arguments, of which a list is as good as a tuple."""
     return [list(x) if isinstance(x, (list, tuple)) else x for x in arguments]
@@ -175,7 +124,7 @@ def planned(compiled):
     plan = Plan(torch.device("cpu"), [torch.zeros(6, 3, dtype=torch.bfloat16), torch.zeros(6, 3, dtype=torch.bfloat16), torch.zeros(8)])
     first, second, p = plan.inputs
     tiles = [Tiles(first, descriptor), None, Tiles(second, descriptor)]
-    plan.launch(QuickLaunch(Recorder(compiled)), KEY, GRID, tiles, (p, None), (9, 0.5), dict(SIZE=64), {})
+    plan.launch(Recorder(compiled), GRID, (p, None), (9, 0.5), dict(SIZE=64), {}, tiles)
     return Planned(plan)
 
 
@@ -198,15 +147,31 @@ class WithoutDescriptors(Compiled):
     constants, swizzles = {"none": None, "SIZE": 64}, ()
 
 
-def test_without_descriptors_no_plan_is_needed_for_that():
+def test_without_descriptors_too():
     calls = []
-    compiled, p = WithoutDescriptors(lambda *arguments: calls.append(flat(arguments))), torch.zeros(8)
-    launch = QuickLaunch(Recorder(compiled))
+    compiled = WithoutDescriptors(lambda *arguments: calls.append(flat(arguments)))
+    plan = Plan(torch.device("cpu"), [torch.zeros(8)])
+    plan.launch(Recorder(compiled), GRID, (*plan.inputs, None), (9, 0.5), dict(SIZE=64))
+    plan, p = Planned(plan), torch.zeros(8)
     for _ in range(2):
-        launch(KEY, GRID, (), (p, None), (9, 0.5), dict(SIZE=64), {})
-    assert len(calls) == 1 and launch.direct(KEY, (p.data_ptr(), 0)) is not None
+        plan(p)
     compiled[GRID](p.data_ptr(), 0, 9, 0.5, 64)
-    assert calls[0] == calls[1]
+    assert len(calls) == 2 and calls[0] == calls[1]
+
+
+def test_launch_hooks_are_called_at_every_launch(monkeypatch):
+    """By Triton, which then launches."""
+    calls, kernel = [], Recorder(WithoutDescriptors(lambda *arguments: calls.append(arguments)))
+    plan = Plan(torch.device("cpu"), [torch.zeros(8)])
+    plan.launch(kernel, GRID, (*plan.inputs, None), (9, 0.5), dict(SIZE=64))
+    plan = Planned(plan)
+    plan(torch.zeros(8))
+    for hooks in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(knobs.runtime, hooks), "calls", [print])
+            for _ in range(2):
+                plan(torch.zeros(8))
+    assert len(kernel.launches) == 5 and not calls
 
 
 def test_a_descriptor_is_encoded_once_for_an_address(no_descriptors):
@@ -230,16 +195,19 @@ def test_descriptors_that_are_kept_are_bounded(no_descriptors):
     assert len(by_address.descriptors_known) == 5
 
 
-def test_a_kernel_that_wants_memory_of_its_own_is_launched_by_triton(monkeypatch):
-    calls = []
-    compiled = Compiled(lambda *arguments: calls.append(arguments), scratch=16)
-    launch = QuickLaunch(Recorder(compiled))
-    from triton.runtime import _allocation
-    asked = []
-    monkeypatch.setattr(_allocation, "_allocator", SimpleNamespace(get=lambda: lambda *size: asked.append(size)))
-    for _ in range(3):
-        launch(KEY, GRID, twice(Tiles(torch.zeros(6, 3), descriptor)), (None, None), (9, 0.5), dict(SIZE=64), {})
-    assert len(calls) == len(asked) == 2
+def test_a_kernel_that_wants_memory_of_its_own_is_launched_by_triton():
+    assert Direct.of(Compiled(print, scratch=16), 2) is None and Direct.of(Compiled(print), 2) is not None
+
+
+def test_tensors_at_odd_addresses_are_launched_by_triton():
+    """It takes multiples of 16 bytes for granted where it has seen them."""
+    calls, kernel = [], Recorder(WithoutDescriptors(lambda *arguments: calls.append(arguments)))
+    plan = Plan(torch.device("cpu"), [torch.zeros(8)])
+    plan.launch(kernel, GRID, (*plan.inputs, None), (9, 0.5), dict(SIZE=64))
+    plan, (even, odd) = Planned(plan), (torch.zeros(8), torch.zeros(9)[1:])
+    for x in (odd, even, odd, even):
+        plan(x)
+    assert [arguments[0].data_ptr() for _, arguments, _ in kernel.launches] == [x.data_ptr() for x in (odd, even, odd)] and len(calls) == 1
 
 
 def test_every_launch_asks_for_products_and_sums_in_one_instruction():
