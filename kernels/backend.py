@@ -82,7 +82,7 @@ class Row:
 # Best first. Hopper's parts of the estimate are kernels that the portable functions are given.
 ROWS = (
     Row("hopper", dict(
-        estimate="portable.tail:estimate variances=hopper.tail_product:hopper_half_variances",
+        estimate="portable.tail:estimate variances=hopper.tail_product:hopper_half_variances masses=hopper.tail_mass:hopper_mass",
         combine="portable.tail_combine:combine merge=hopper.tail_merge:hopper_tail_merge merge_rows=hopper.tail_merge:ROWS "
                 "matrices=hopper.tail_product:hopper_matrices",
         combine_backward="portable.tail_combine:combine_backward matrices=hopper.tail_product:hopper_matrices"), _hopper_tail_cannot),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..lowering.inputs import strided
 from ..lowering.plans import Plan, Plans
-from ..tail import BlockEstimates, Blocks, KeyStatistics, by_kv_head, sampled_queries
+from ..tail import CAP, BlockEstimates, Blocks, KeyStatistics, by_kv_head, sampled_queries
 from . import coded, tail_order, tail_rows, tail_statistics
 from .tail_groups import evenly, head_groups, mean_bytes, of_group
 
@@ -50,32 +50,32 @@ def _write_key_statistics(plan: Plan, xs: Sequence[Tensor], others: Sequence[Ten
 
 
 def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int, useful: Tensor | None = None,
-             known: KeyStatistics | None = None, *, variances: Callable[..., None] | None = None) -> BlockEstimates:
+             known: KeyStatistics | None = None, *, variances: Callable[..., None] | None = None,
+             masses: Callable[..., None] = tail_rows.sampled_mass) -> BlockEstimates:
     """``estimate`` of ``eager/tail.py``. ``variances``: ``hopper_half_variances``, for numbers of units for which it is faster than cuBLAS.
-    """
+    ``masses``: ``hopper_mass`` or the portable kernel."""
     q, judge = strided(q), useful is None
     # cuBLAS takes kernels for Ampere where the number of units is no multiple of 8.
-    variances = variances if variances is not None and kv_blocks[1] * parts % 8 else _half_variances
+    seeing = variances if variances is not None and kv_blocks[1] * parts % 8 else _half_variances, masses
     if known is not None:
         if known.scales is not None:
-            variances = coded.half_variances
+            seeing = coded.half_variances, masses
         log_count, k_mean, v_mean, moments = (x.contiguous() for x in (known.log_count, known.k_mean, known.v_mean, known.moments))
         order, covariances = (None if x is None else x.contiguous() for x in (known.order, known.covariances))
         half_variance, mass, *judged = _estimates_of(
-            (q,), (q_blocks[0], log_count, k_mean, moments, known.scales), q_blocks[1:], scale, judge, variances, ESTIMATE_ROOM)
+            (q,), (q_blocks[0], log_count, k_mean, moments, known.scales), q_blocks[1:], scale, judge, seeing, ESTIMATE_ROOM)
         return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, judged[0] if useful is None else useful,
                               covariances, known.scales)
     log_count, k_mean, v_mean, half_variance, mass, *rest = _estimates(
-        (q, strided(k), strided(v)), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, judge, variances,
-        ESTIMATE_ROOM)
+        (q, strided(k), strided(v)), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, judge, seeing, ESTIMATE_ROOM)
     useful = rest.pop(0) if useful is None else useful
     return BlockEstimates(parts, log_count, half_variance, mass, rest[0] if parts > 1 else None, k_mean, v_mean, useful)
 
 
 def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor], q_sizes: tuple[int, int], kv_sizes: tuple[int, int],
-                    scale: float, parts: int, judge: bool, variances: Callable[..., None], room: float) -> None:
+                    scale: float, parts: int, judge: bool, seeing: tuple[Callable[..., None], ...], room: float) -> None:
     """The plan of ``estimate``, keys' statistics included, which are made for some heads after others. judge: whether which heads are
-    useful is asked."""
+    useful is asked. seeing: (variances, masses)."""
     (q, k, v), (q_offsets, kv_offsets) = xs, offsets
     log_count, k_mean, v_mean = _new_means(plan, k, kv_sizes[0] * parts)
     seen = _new_estimates(plan, q, q_sizes[0], k_mean.shape[2], judge)
@@ -93,12 +93,11 @@ def _write_estimate(plan: Plan, xs: Sequence[Tensor], offsets: Sequence[Tensor],
                                        None if order is None else order[shared], parts, moments)
         return (moments,)
 
-    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, keys_of, k_mean.shape[2], seen, variances,
-                room * mean_bytes(q, k))
+    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, keys_of, k_mean.shape[2], seen, seeing, room * mean_bytes(q, k))
 
 
 def _write_estimate_of(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], q_sizes: tuple[int, int], scale: float, judge: bool,
-                       variances: Callable[..., None], room: float) -> None:
+                       seeing: tuple[Callable[..., None], ...], room: float) -> None:
     """The plan of ``estimate`` where keys' statistics are known."""
     (q,), (q_offsets, log_count, k_mean, *matrices) = xs, [x for x in others if x is not None]
     seen = _new_estimates(plan, q, q_sizes[0], k_mean.shape[2], judge)
@@ -106,7 +105,7 @@ def _write_estimate_of(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor
         for x in plan.results:
             plan.call(partial(Tensor.fill_, value=1), x)
         return
-    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, lambda shared: of_group(shared, *matrices), 0, seen, variances,
+    _write_seen(plan, q, q_offsets, q_sizes, scale, log_count, k_mean, lambda shared: of_group(shared, *matrices), 0, seen, seeing,
                 room * mean_bytes(q, q))
 
 
@@ -131,11 +130,11 @@ def _new_estimates(plan: Plan, q: Tensor, blocks: int, units: int, judge: bool) 
 
 
 def _write_seen(plan: Plan, q: Tensor, offsets: Tensor, sizes: tuple[int, int], scale: float, log_count: Tensor, k_mean: Tensor,
-                keys_of: Callable[[tuple], Sequence[Tensor]], made: int, seen: _Seen, variances: Callable[..., None], room: float
-                ) -> None:
+                keys_of: Callable[[tuple], Sequence[Tensor]], made: int, seen: _Seen, seeing: tuple[Callable[..., None], ...],
+                room: float) -> None:
     """What query blocks see. keys_of: gives what the units of some key heads have for ``variances``, and makes ``made`` matrices a head
     for them. room: in bytes."""
-    (blocks, longest), (batch, heads, _, dim), kv_heads = sizes, q.shape, k_mean.shape[1]
+    (blocks, longest), (batch, heads, _, dim), kv_heads, (variances, masses) = sizes, q.shape, k_mean.shape[1], seeing
     sample, group = sampled_queries(longest), heads // kv_heads
     # Only half of a symmetric matrix is kept.
     entries = tail_statistics.packed_size(dim)
@@ -149,7 +148,7 @@ def _write_seen(plan: Plan, q: Tensor, offsets: Tensor, sizes: tuple[int, int], 
         queries = plan.working(*wide[own].shape[:3], entries, dtype=torch.bfloat16)
         tail_statistics.query_moments(plan, q[own], offsets, blocks, sample, 0.5 * scale**2, queries)
         variances(plan, queries, *keys, wide[own])
-    tail_rows.sampled_mass(plan, q, k_mean, log_count, wide, offsets, scale, sample, seen.mass, seen.half_variance, error)
+    masses(plan, q, k_mean, log_count, wide, offsets, scale, sample, CAP, seen.mass, seen.half_variance, error)
     if seen.useful is not None:
         tail_rows.useful_heads(plan, error, seen.useful)
 

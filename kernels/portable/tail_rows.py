@@ -274,8 +274,8 @@ def useful_heads(plan: Plan, error: Tensor, useful: Tensor) -> None:
 
 
 def sampled_mass(plan: Plan, q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float,
-                 sample: int, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
-    """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count + min(h, CAP), mean of ``sample`` of a
+                 sample: int, cap: float, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
+    """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count + min(h, ``cap``), mean of ``sample`` of a
     block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h; and in ``rounded``, like
     mass, h, which comes in float32, ``[B, H, N, S * U]``, as S parts of a sum."""
     batch, heads, blocks, units = mass.shape
@@ -284,7 +284,7 @@ def sampled_mass(plan: Plan, q: Tensor, k_mean: Tensor, log_count: Tensor, half_
     plan.launch(_mass_kernel, (-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
                 (q, k_mean, log_count, half_variance, offsets, mass, rounded, error),
                 (*strides(q), heads, heads // k_mean.shape[1], blocks, units, scale * LOG2E),
-                dict(SAMPLE=sample, CAP=CAP, SLABS=half_variance.shape[3] // units, **sizes), config.options())
+                dict(SAMPLE=sample, CAP=cap, SLABS=half_variance.shape[3] // units, **sizes), config.options())
 
 
 def merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor,

@@ -31,7 +31,7 @@ def test_a_layer_holds_no_more_than_a_quarter_of_its_tensors(blocks, longest, pa
 
     plan = Plan(cpu, (q, k, v, offsets, offsets))
     tail._write_estimate(plan, plan.inputs[:3], plan.inputs[3:], sizes, sizes, 0.1, parts, True,
-                         tail._half_variances, tail.ESTIMATE_ROOM)
+                         (tail._half_variances, tail_rows.sampled_mass), tail.ESTIMATE_ROOM)
     waiting = nbytes(plan.results)
     assert waiting + needed(plan) <= 2 * bytes_of_q, "out is not there yet"
     assert waiting <= 0.35 * bytes_of_q, "waits while attention runs"

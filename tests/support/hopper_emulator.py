@@ -13,7 +13,7 @@ import time
 from functools import cache
 from math import prod
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
@@ -25,6 +25,7 @@ import ssta.kernels
 # Triton, what lowers the lists and what counts must be the real ones, so they are imported before anything is replaced.
 from ssta.kernels.hopper import spin_timeouts  # noqa: F401
 from ssta.kernels.lowering import outputs as triton_outputs  # noqa: F401
+from ssta.kernels.lowering import primitives as real_primitives
 from ssta.kernels.lowering import quick_launch
 from ssta.kernels.lowering import tma as real_tma
 
@@ -343,7 +344,10 @@ def _modules():
     hopper = dict(fence_async_shared=anything, mbarrier=mbarrier, tma=tma, warpgroup_mma=warpgroup_mma,
                   warpgroup_mma_wait=warpgroup_mma_wait)
     names = dict(aggregate=aggregate, barrier=anything, copy_in=copy_in, copy_out=copy_out)
-    fakes = {"triton.experimental.gluon": gluon,              "triton.experimental.gluon.language.nvidia.hopper": hopper,
+    # What portable kernels share with them.
+    sampled_rows = FunctionType(real_primitives.sampled_rows.fn.__code__, dict(tl=language))
+    fakes = {"triton.experimental.gluon": gluon, "ssta.kernels.lowering.primitives": dict(vars(real_primitives), sampled_rows=sampled_rows),
+             "triton.experimental.gluon.language.nvidia.hopper": hopper,
              "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
              "ssta.kernels.hopper.gluon_compat": names, "ssta.kernels.hopper.inline_asm": INLINE_ASM,
              "ssta.kernels.lowering.tma": dict(tma_tiles=tma_tiles, tma_chunks=Chunks, chunks_ready=lambda x: x,
@@ -376,7 +380,7 @@ def _loaded():
     modules = {}
     with mock.patch.dict(sys.modules, _modules()):
         for part in ("primitives", "softmax", "forward_load", "forward_mainloop", "forward", "backward_iterator", "backward_smem",
-                     "backward_partitions", "backward", "tail_merge", "tail_product"):
+                     "backward_partitions", "backward", "tail_mass", "tail_merge", "tail_product"):
             path = Path(ssta.kernels.__file__).with_name("hopper") / f"{part}.py"
             spec = importlib.util.spec_from_file_location(f"ssta.kernels.hopper.{part}", path)
             modules[part] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
