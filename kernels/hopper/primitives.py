@@ -183,6 +183,25 @@ def select_keys(selector, group: gl.constexpr, size):
         selector.index(2 * group + half).store(_selects(half, size))
 
 
+# Numbers in three parts as the matrix unit takes them, [N, 16] of 16 bits; and what stands for minus infinity, which has no parts.
+BIASES = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+NEVER = gl.constexpr(-1e30)
+
+
+@gluon.constexpr_function
+def biases_layout():
+    """[N, 16] in one warp: a lane has whole rows, two stores each."""
+    return gl.BlockedLayout([1, 16], [32, 1], [1, 1], [1, 0])
+
+
+@gluon.jit
+def three_parts(x):
+    """float32 numbers as three that 16 bits hold, the last but for rounding, in float32."""
+    high = x.to(gl.bfloat16).to(gl.float32)
+    middle = (x - high).to(gl.bfloat16).to(gl.float32)
+    return high, middle, x - high - middle
+
+
 @gluon.constexpr_function
 def axis_of(shape, axis):
     """A tile's length along an axis, which may be counted from the last."""

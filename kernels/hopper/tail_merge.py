@@ -22,7 +22,10 @@ from ..lowering.tma import tma_tiles
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
 from .inline_asm import round_pairs, scheduling_fence
 from .primitives import (
+    BIASES,
+    NEVER,
     barrier_ring,
+    biases_layout,
     fill_selector,
     matrix,
     one_word,
@@ -35,6 +38,7 @@ from .primitives import (
     ring_init,
     ring_wait,
     row_lanes,
+    three_parts,
 )
 from .softmax import overflown, softmax_step
 
@@ -44,10 +48,8 @@ K_STAGES, V_STAGES = 3, 2
 # 4 + 1 warps, which count as eight, of two programs: 128 at entry, then warp_specialize gives the loading warp 40 and the multiplying ones
 # 216.
 OPTIONS = dict(num_warps=4, maxnreg=128)
-# Counts as the exact part of a row that has none; and as a bias of minus infinity, which has no parts.
-_NOTHING, _NEVER = gl.constexpr(-1e20), gl.constexpr(-1e30)
-# Biases as the matrix unit takes them, [UNITS, 16] of 16 bits.
-_BIASES = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+# Counts as the exact part of a row that has none.
+_NOTHING = gl.constexpr(-1e20)
 
 
 @aggregate
@@ -80,9 +82,7 @@ class MergeWork:
 def _write_biases(buffer, biases, LAYOUT: gl.constexpr):
     """Leaves UNITS numbers as three of 16 bits each, which the matrix unit adds up again."""
     UNITS: gl.constexpr = buffer.shape[0]
-    high = biases.to(gl.bfloat16).to(gl.float32)
-    middle = (biases - high).to(gl.bfloat16).to(gl.float32)
-    rest = biases - high - middle
+    high, middle, rest = three_parts(biases)
     columns = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :] + gl.zeros([UNITS, 16], gl.int32, LAYOUT)
     parts = gl.where(columns == 0, high[:, None], gl.where(columns == 1, middle[:, None], rest[:, None]))
     buffer.store(gl.where(columns < 3, parts, 0.0).to(gl.bfloat16))
@@ -100,14 +100,13 @@ def _load_k(work, i, desc, head, row):
 def _load_units(work, first_k, first_v, k_desc, v_desc, bias, units, inverse):
     """All units, which use the rings from ``first_k`` and ``first_v`` on."""
     UNITS: gl.constexpr = work.k.shape[3]
-    # In one warp: a lane has whole rows, two stores each.
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [1, 1], [1, 0])
+    layout: gl.constexpr = biases_layout()
     lines = gl.arange(0, UNITS, layout=gl.SliceLayout(1, layout))
     values = gl.load(bias + lines, mask=lines < units, other=float("-inf"))
     for step in range(work.steps):
         k, v, unit = first_k + step, first_v + step, step * UNITS
         ring_free(work.k_done, k, True)
-        _write_biases(ring_at(work.bias, k, True), gl.maximum(values * inverse, _NEVER), layout)
+        _write_biases(ring_at(work.bias, k, True), gl.maximum(values * inverse, NEVER), layout)
         # The matrix unit reads them past the ordinary cache.
         fence_async_shared()
         # One thread speaks for all lanes.
@@ -310,8 +309,8 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
     k = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, UNITS, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, UNITS, D], v_desc.layout)
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    biases = gl.allocate_shared_memory(dtype, [K_STAGES, UNITS, 16], _BIASES)
-    selector = gl.allocate_shared_memory(dtype, [1, ROWS, 16], _BIASES)
+    biases = gl.allocate_shared_memory(dtype, [K_STAGES, UNITS, 16], BIASES)
+    selector = gl.allocate_shared_memory(dtype, [1, ROWS, 16], BIASES)
     again = gl.allocate_shared_memory(gl.int32, [1], word)
     fill_selector(selector)
     q_full, walked = barrier_ring(1), barrier_ring(1)
