@@ -16,7 +16,8 @@ from ssta.kernels.tail import BlockEstimates
 @dataclass
 class TailCase:
     """q, k and v in the order of blocks of ``lengths`` tokens, of which the first ``number`` are compensated; ``parts`` as in
-    BlockEstimates. ``kv_lengths``, ``kv_number``: of k and v where they have blocks of their own."""
+    BlockEstimates. ``kv_lengths``, ``kv_number``: of k and v where they have blocks of their own. ``room``: of kernels for matrices, as
+    their steps' own where None."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -26,6 +27,7 @@ class TailCase:
     parts: int
     kv_lengths: list | None = None
     kv_number: int | None = None
+    room: float | None = None
 
     def __post_init__(self):
         if self.kv_lengths is None:
@@ -67,8 +69,13 @@ class TailCase:
         """Whose steps are those of a row of the backend table."""
         return backend_of(row, self.q.dtype, self.q.shape[3])
 
-    def estimate(self, row="triton", q=None):
-        return self.backend(row).estimate(self.q if q is None else q, self.k, self.v, *self.shape, self.scale, self.parts)
+    @property
+    def options(self):
+        """Of the kernels' steps."""
+        return {} if self.room is None else dict(room=self.room)
+
+    def estimate(self, row="triton", **options):
+        return self.backend(row).estimate(self.q, self.k, self.v, *self.shape, self.scale, self.parts, **options, **self.options)
 
     def scores(self, estimates, row="triton"):
         return self.backend(row).error_scores(estimates.mass, estimates.half_variance, estimates.log_count, estimates.parts)
@@ -76,9 +83,13 @@ class TailCase:
     def add(self, out, lse, blocks, estimates, row="triton"):
         """(out, lse, share); what is given stays as it is."""
         out, lse = out.clone(), lse.clone()
-        shares, *_ = self.backend(row).combine(out, lse, self.q, self.k, self.v, *self.shape, blocks.counts, blocks.indices, estimates,
-                                               self.scale, False)
+        shares, *_ = self.combine(out, lse, blocks, estimates, row)
         return out, lse, shares.sum(-1)
+
+    def combine(self, out, lse, blocks, estimates, row="triton", keep=False):
+        """In place of out and lse."""
+        return self.backend(row).combine(out, lse, self.q, self.k, self.v, *self.shape, blocks.counts, blocks.indices, estimates,
+                                         self.scale, keep, **self.options)
 
     def specified_estimates(self, cut=None):
         """In plain torch, of q, k and v in float64; blocks are cut in two as those of the estimates ``cut``, where that is given: of
