@@ -370,22 +370,28 @@ def test_by_kernels_all_steps_are_one_plan(name, recorded):
     assert planned == [name != "threshold"] * 3
 
 
-@pytest.mark.parametrize("name", ["topk", pytest.param("halves", marks=pytest.mark.slow)])
-def test_a_backward_is_one_plan_too(name, monkeypatch):
-    """Of other gradients in turn, with a mask and without: the same bits as step by step. Without a GPU Hopper's kernel is emulated."""
-    if not GPU:
+class Emulated(Route):
+    """A route whose backward is Hopper's in the emulator, on two multiprocessors."""
+
+    planned_backward = True
+
+    def run_backward(self, *of):
         from hopper_emulator import module
 
-        backward = module("backward")
-        monkeypatch.setattr(backward, "multiprocessors", lambda device: 2)
-        monkeypatch.setattr(Route, "planned_backward", True)
-        monkeypatch.setattr(Route, "run_backward", lambda route, *of: backward.hopper_backward(*of))
-        backward._backward.kinds.clear()
+        return module("backward").hopper_backward(*of, processors=2)
+
+
+@pytest.mark.parametrize("name", ["topk", pytest.param("halves", marks=pytest.mark.slow)])
+def test_a_backward_is_one_plan_too(name):
+    """Of other gradients in turn, with a mask and without: the same bits as step by step. Without a GPU Hopper's kernel is emulated."""
     # Hopper's own route wants tiles of more than 64 tokens.
     layout = TokenLayout((VideoGrid(4, 20, 24), DenseRun(5))) if GPU else FEW_TILES
     config = SSTAConfig(**{**BASE, **CONFIGS[name], **(dict(tile_thw=(2, 8, 8)) if GPU else {})})
     q, k, v = inputs(torch.bfloat16 if GPU else torch.float16, 64, layout=layout, key_heads=1)
     whole, steps = (Layer(layer_of(q, k, layout, config, impl="auto" if GPU else "triton").spec._replace(recorded=True)) for _ in range(2))
+    if not GPU:
+        for layer in (whole, steps):
+            layer._route = lambda blocks, of=layer._route: Emulated(**vars(of(blocks)))
     shared = torch.randn_like(q[:, :1]).expand_as(q)
     for mask, dout in ((None, torch.randn_like(q)), (MASK.to(DEVICE), shared), (None, torch.randn_like(q))):
         ran = whole.run(q, k, v, mask)
