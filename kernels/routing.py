@@ -301,13 +301,13 @@ def choose_route(
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
     """
     # A compiler traces what is not cached.
-    decide = _decide_anew if torch.compiler.is_compiling() else _decide
+    decided = decide if torch.compiler.is_compiling() else _decided
     problem = Problem(Where.of(device, dtype, head_dim), heads, kv_heads, causal, facts, deterministic)
     try:
-        return decide(require_impl(impl), problem)
+        return decided(require_impl(impl), problem)
     except TypeError:
         # The numbers of a symbolic trace cannot be hashed.
-        return _decide_anew(require_impl(impl), problem)
+        return decide(require_impl(impl), problem)
 
 
 def require_impl(impl: str, choices: tuple[str, ...] = IMPLEMENTATIONS) -> str:
@@ -326,15 +326,16 @@ def choose_token_impl(impl: str, device: torch.device, dtype: torch.dtype, *head
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
     """
     name = require_impl(impl, TOKEN_IMPLEMENTATIONS)
-    routes = {choose_route(name, device, dtype, dim, _SINGLE_TOKENS).name for dim in head_dims}
+    routes = {choose_route(name, device, dtype, dim, SINGLE_TOKENS).name for dim in head_dims}
     return "triton" if routes == {"triton"} else "torch"
 
 
 TOKEN_IMPLEMENTATIONS = ("auto", "torch", "triton")
-_SINGLE_TOKENS = LONG_BLOCKS._replace(max_q_length=1)
+SINGLE_TOKENS = LONG_BLOCKS._replace(max_q_length=1)
 
 
-def _decide_anew(name: str, problem: Problem) -> Route:
+def decide(name: str, problem: Problem) -> Route:
+    """``choose_route`` for plain facts, of a GPU that need not be there."""
     rejected = []
     for row in TABLE if name == "auto" else (_ROWS[name],):
         reason = row.cannot(problem)
@@ -366,7 +367,7 @@ def _keys(row: Implementation, problem: Problem, backward: bool) -> str:
     return "gathered" if row.gathered and not backward and problem.facts.max_kv_length < SHORTEST_TILE else "tiles"
 
 
-_decide = lru_cache(maxsize=1024)(_decide_anew)
+_decided = lru_cache(maxsize=1024)(decide)
 
 
 @lru_cache

@@ -14,12 +14,13 @@ from ..blocks import BlockLists
 from .steps import attend, compute_dtype, from_rows, rows_of, steps
 
 
-def torch_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse) as ``block_sparse_attention`` describes them."""
+def torch_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, *, padded: bool | None = None
+                  ) -> tuple[Tensor, Tensor]:
+    """(out, lse) as ``block_sparse_attention`` describes them. ``padded``: see ``steps``."""
     dtype = compute_dtype(q)
     queries, keys, values = (rows_of(x, dtype) for x in (q, k, v))
     out, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:1], float("-inf"))
-    for step in steps(q, k, blocks, causal):
+    for step in steps(q, k, blocks, causal, padded):
         scores = (step.of_queries(queries) * scale) @ step.of_keys(keys).mT
         if step.visible is not None and not causal:
             scores.masked_fill_(~step.visible, float("-inf"))
@@ -31,9 +32,9 @@ def torch_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: fl
 
 def torch_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
-    scale: float, causal: bool,
+    scale: float, causal: bool, *, padded: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv). Recomputes the weights from lse."""
+    """(dq, dk, dv). Recomputes the weights from lse. ``padded``: see ``steps``."""
     dtype = compute_dtype(q)
     # The delta of Dao et al. 2022 (FlashAttention, appendix B.2), less the gradient that arrives through lse.
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
@@ -43,7 +44,7 @@ def torch_backward(
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     queries, keys, values, douts, lse, delta = (rows_of(x, dtype) for x in (q, k, v, dout, lse, delta))
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
-    for step in steps(q, k, blocks, causal):
+    for step in steps(q, k, blocks, causal, padded):
         query, key, step_dout = step.of_queries(queries) * scale, step.of_keys(keys), step.of_queries(douts)
         weights = (query @ key.mT).sub_(step.of_queries(lse)[..., None]).exp_()
         if step.visible is not None:

@@ -66,11 +66,13 @@ def from_rows(rows: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(rows[:-1].view(like.shape))
 
 
-def steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Iterator[RoundsStep]:
-    """Steps that together cover every query block with at least one key, in a fixed order."""
+def steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool, padded: bool | None = None) -> Iterator[RoundsStep]:
+    """Steps that together cover every query block with at least one key, in a fixed order; ``padded`` to one size, so that no list is
+    read: by default everywhere but on a CPU."""
     if not (q.numel() and k.numel() and blocks.capacity):
         return iter(())
-    return (_exact_steps if q.device.type == "cpu" else _padded_steps)(q, k, blocks, causal)
+    padded = q.device.type != "cpu" if padded is None else padded
+    return (_padded_steps if padded else _exact_steps)(q, k, blocks, causal)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

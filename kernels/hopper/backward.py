@@ -139,9 +139,9 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
 
 def hopper_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
-    scale: float, causal: bool, deterministic: bool,
+    scale: float, causal: bool, deterministic: bool, processors: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); head_dim 64 or 128.
+    """(dq, dk, dv); head_dim 64 or 128. ``processors`` are the device's own.
 
     With ``deterministic`` the programs add to dQ in one order (a semaphore), else when they come (non-deterministic dQ), and dQ's last bits
     differ from run to run, over key blocks of up to KEYS tokens those of dK and dV too. So dQ's may where a deterministic backward waited
@@ -149,12 +149,12 @@ def hopper_backward(
     """
     listed = Listed.of(blocks, q.shape[2], k.shape[2])
     dq, dk, dv = _backward((*map(chunks_ready, (q, k, v, dout)), strided(out), lse, dlse), listed.tensors, listed.fixed, scale, causal,
-                           deterministic)
+                           deterministic, processors)
     return dq, dk, dv
 
 
-def _write_backward(plan: Plan, xs: Sequence[Any], tensors: Sequence[Any], fixed: tuple, scale: float, causal: bool, deterministic: bool
-                    ) -> None:
+def _write_backward(plan: Plan, xs: Sequence[Any], tensors: Sequence[Any], fixed: tuple, scale: float, causal: bool, deterministic: bool,
+                    processors: int | None) -> None:
     (q, k, v, dout, out, lse, dlse), listed = xs, Listed.planned(tensors, fixed)
     queries, keys = listed[2:]
     (batch, heads, q_len, dim), (kv_heads, kv_len) = q.shape, k.shape[1:3]
@@ -163,7 +163,7 @@ def _write_backward(plan: Plan, xs: Sequence[Any], tensors: Sequence[Any], fixed
         for x in (dq, dk, dv):
             plan.call(Tensor.zero_, x)
         return
-    programs, shape, shift = multiprocessors(plan.device), constants(dim, deterministic), kv_len - q_len
+    programs, shape, shift = processors or multiprocessors(plan.device), constants(dim, deterministic), kv_len - q_len
     if deterministic:
         # Says in every call whether an earlier one waited too long.
         plan.call(partial(counter, plan.device))

@@ -7,7 +7,7 @@ where pieces of what a ragged tail leaves lie behind one another; the scores of 
 added up. Of a causal mask the chunks that the diagonal cuts come first, one at a time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor, bfloat16
@@ -101,20 +101,24 @@ def _forward_kernel(q_desc, k_desc, v_desc, k_pieces, v_pieces, out_desc, lse, q
 
 
 def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, in_place: bool = False,
-                   config: HopperForwardConfig | None = None) -> tuple[Tensor, Tensor]:
-    """(out, lse) as ``block_sparse_attention`` describes them; head_dim 64 or 128. benchmark/tune.py tries other configs.
+                   config: HopperForwardConfig | None = None, processors: int | None = None,
+                   split: Callable[[int, int, int, bool], tuple[int, int]] = split) -> tuple[Tensor, Tensor]:
+    """(out, lse) as ``block_sparse_attention`` describes them; head_dim 64 or 128. benchmark/tune.py tries other configs. ``processors``,
+    the device's own, and ``split`` say how many programs there are and which lists are in parts.
 
     ``in_place``: out may take q's memory. A warpgroup has its rows in shared memory before it multiplies, and writes the same ones at its
     end, or, of a list in parts, when all of them are done.
     """
     q, k, v = chunks_ready(q), chunks_ready(k), chunks_ready(v)
     listed = Listed.of(blocks, q.shape[2], k.shape[2])
-    lse, *out = _forward((q, k, v), listed.tensors, listed.fixed, blocks.max_kv_length, scale, causal, in_place, config)
+    lse, *out = _forward((q, k, v), listed.tensors, listed.fixed, blocks.max_kv_length, scale, causal, in_place, config, processors,
+                         split)
     return (out[0] if out else q), lse
 
 
 def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], fixed: tuple, max_kv_length: int, scale: float,
-                   causal: bool, in_place: bool, config: HopperForwardConfig | None) -> None:
+                   causal: bool, in_place: bool, config: HopperForwardConfig | None, processors: int | None,
+                   split: Callable[[int, int, int, bool], tuple[int, int]]) -> None:
     (q, k, v), listed = xs, Listed.planned(tensors, fixed)
     (batch, heads, q_len, dim), (kv_heads, kv_len), rows = q.shape, k.shape[1:3], listed.rows
     out, lse = empty_outputs(q, rows, in_place)
@@ -122,7 +126,7 @@ def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], 
     if q.numel() == 0 or k.numel() == 0:
         plan.call(nothing_attended, out, lse)
         return
-    processors = multiprocessors(plan.device)
+    processors = processors or multiprocessors(plan.device)
     config = config or hopper_forward_config(dim, rows.length, max_kv_length, causal, q.dtype == bfloat16, batch * heads * rows.number,
                                              processors, not listed.items.uniform)
     full = config.chunk if causal else full_chunk(listed.items.length, config.chunk)

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..device import device_limits
-
 
 def strided(x: Tensor) -> Tensor:
     """x, or a copy where its strides will not do for the kernels: a last one other than 1, or rows so far apart that 256 of them leave 32
@@ -32,8 +30,8 @@ def loaded(x: Tensor) -> Tensor:
     return x if loadable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def descriptor(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
-    """For loading [rows, dim_pad] of x [B, H, tokens, dim] through TMA; None where x is not ``tma_ok`` or the GPU has no TMA."""
-    if not (tma_ok(x) and device_limits(x.device).tma):
+def descriptor(x: Tensor, rows: int, dim_pad: int, tma: bool) -> TensorDescriptor | None:
+    """For loading [rows, dim_pad] of x [B, H, tokens, dim] through ``tma``; None where the GPU has none or x is not ``tma_ok``."""
+    if not (tma and tma_ok(x)):
         return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, dim_pad])

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BlockLists
-from ..device import device_limits
+from ..device import DeviceLimits, device_limits
 from ..lowering.arguments import view
 from ..lowering.chunks import Listed, chunk_lists
 from ..lowering.inputs import descriptor, strided
@@ -185,8 +185,9 @@ def _dkv_kernel(k, v, q, dout, q_tiles, do_tiles, lse2, delta, chunks, bounds, d
 def triton_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
     scale: float, causal: bool, configs: tuple[LaunchConfig, LaunchConfig] | None = None,
+    limits: DeviceLimits | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv). ``configs`` (dq's, dkv's) override the launch table."""
+    """(dq, dk, dv). ``configs`` (dq's, dkv's) override the launch table, ``limits`` are the device's own."""
     q, k, v, dout = map(strided, (q, k, v, dout))
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
@@ -197,7 +198,7 @@ def triton_backward(
     dk, dv = (torch.empty_like(x) if kv_blocks.covers else torch.zeros_like(x) for x in (k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    limits = device_limits(q.device)
+    limits = limits or device_limits(q.device)
     for_dq, for_dkv = configs or (dq_config(dim, blocks.max_q_length, blocks.max_kv_length, limits),
                                   dkv_config(dim, blocks.max_q_length, blocks.max_kv_length, limits))
     dim_pad = max(triton.next_power_of_2(dim), 16)
@@ -212,7 +213,7 @@ def triton_backward(
 
     chunks = chunk_lists(listed, heads, for_dq.block_n, shift)
     parts = triton.cdiv(q_blocks.length, for_dq.block_m)
-    k_tiles, v_tiles = (descriptor(x, for_dq.block_n, dim_pad) for x in (k, v))
+    k_tiles, v_tiles = (descriptor(x, for_dq.block_n, dim_pad, limits.tma) for x in (k, v))
     _dq_kernel[(q_blocks.number * parts, batch * heads)](
         q_view, k_view, v_view, do_view, k_tiles, v_tiles, view(dq), lse2, delta, q_blocks.bounds(heads), chunks,
         heads, heads // kv_heads, kv_len - q_len, scale * LOG2E, scale, PARTS=parts, M=for_dq.block_m, N=for_dq.block_n,
@@ -220,7 +221,7 @@ def triton_backward(
 
     chunks = chunk_lists(transposed(listed), heads, for_dkv.block_m, shift, rows_are_queries=False)
     parts = triton.cdiv(kv_blocks.length, for_dkv.block_n)
-    q_tiles, do_tiles = (descriptor(x, for_dkv.block_m, dim_pad) for x in (q, dout))
+    q_tiles, do_tiles = (descriptor(x, for_dkv.block_m, dim_pad, limits.tma) for x in (q, dout))
     _dkv_kernel[(kv_blocks.number * parts, batch * kv_heads)](
         k_view, v_view, q_view, do_view, q_tiles, do_tiles, lse2, delta, chunks, kv_blocks.bounds(kv_heads),
         view(dk), view(dv), kv_heads, heads // kv_heads, q_len, kv_len - q_len, scale * LOG2E, scale,

@@ -130,18 +130,18 @@ class QueryPart:
 
 
 def compacted_forward(
-    attend: Callable, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool,
+    attend: Callable, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, *, room: int = COMPACTED_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``block_sparse_attention`` describes them, where routing says so.
 
-    ``attend`` is the forward of an implementation that reads tiles. The copies take COMPACTED_BYTES, or those of one list if that is more.
+    ``attend`` is the forward of an implementation that reads tiles. The copies take ``room`` bytes, or those of one list if that is more.
     """
     assert not causal, "copies have lost their positions"
     out, lse = empty_outputs(q, q_partition(blocks, q.shape[2]))
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     k, v = strided(k), strided(v)
-    for part in _parts(q, k, blocks):
+    for part in _parts(q, k, blocks, room):
         keys, values, bounds, _ = _compact(part, k, v, blocks, inverse=False)
         part_out, part_lse = attend(part.rows(q), keys, values, _one_block_each(part, bounds, keys.shape[2]), scale, False)
         part.rows(out).copy_(part_out)
@@ -151,11 +151,11 @@ def compacted_forward(
 
 def compacted_backward(
     differentiate: Callable, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    blocks: BlockLists, scale: float, causal: bool, *order: bool,
+    blocks: BlockLists, scale: float, causal: bool, *order: bool, room: int = COMPACTED_BYTES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv). ``differentiate`` is the backward of an implementation that reads tiles, and ``order`` what it alone takes.
 
-    Copies and their gradients take twice COMPACTED_BYTES, the sums of dk and dv as much again as k and v.
+    Copies and their gradients take twice ``room``, the sums of dk and dv as much again as k and v.
     """
     assert not causal, "copies have lost their positions"
     if q.numel() == 0 or k.numel() == 0:
@@ -163,7 +163,7 @@ def compacted_backward(
     k, v = strided(k), strided(v)
     (kv_heads, kv_len, dim), dq = k.shape[1:], torch.empty_like(q)
     dk, dv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
-    for part in _parts(q, k, blocks):
+    for part in _parts(q, k, blocks, room):
         keys, values, bounds, places = _compact(part, k, v, blocks, inverse=True)
         lists = _one_block_each(part, bounds, keys.shape[2])
         part_dq, dkeys, dvalues = differentiate(
@@ -187,11 +187,11 @@ def _width(k: Tensor, blocks: BlockLists) -> int:
     return max(-(-min(blocks.capacity * blocks.max_kv_length, k.shape[2]) // 8) * 8, 8)
 
 
-def _parts(q: Tensor, k: Tensor, blocks: BlockLists) -> Iterator[QueryPart]:
+def _parts(q: Tensor, k: Tensor, blocks: BlockLists, room: int) -> Iterator[QueryPart]:
     """Parts of equal size that together are all query blocks; a last block that is shorter is a part of its own."""
     copy_heads, tokens = _copy_heads(k, blocks), blocks.max_q_length
     group, (whole, rest) = q.shape[1] // copy_heads, divmod(q.shape[2], tokens)
-    lists = COMPACTED_BYTES // (2 * _width(k, blocks) * k.shape[3] * k.element_size())
+    lists = room // (2 * _width(k, blocks) * k.shape[3] * k.element_size())
     lists = max(1, min(lists, MOST_LISTS // group))
     heads = min(copy_heads, lists)
     at_once = lists // heads

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BlockLists
-from ..device import device_limits
+from ..device import DeviceLimits, device_limits
 from ..lowering.arguments import Bounds, ChunkLists, view
 from ..lowering.chunks import Listed, chunk_lists
 from ..lowering.inputs import descriptor, strided
@@ -136,21 +136,21 @@ def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, bounds, chunks, heads, 
 
 def triton_forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, config: LaunchConfig | None = None,
-    in_place: bool = False,
+    in_place: bool = False, limits: DeviceLimits | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as ``block_sparse_attention`` describes them; ``config`` overrides the launch table.
+    """(out, lse) as ``block_sparse_attention`` describes them; ``config`` overrides the launch table, ``limits`` are the device's own.
 
     ``in_place``: out may take q's memory. A program loads the rows that it is going to write, masked to its block, before anything else.
     """
     q, k, v = map(strided, (q, k, v))
     listed = Listed.of(blocks, q.shape[2], k.shape[2])
-    config = config or forward_config(q.shape[3], blocks.max_q_length, blocks.max_kv_length, device_limits(q.device))
-    lse, *out = _forward((q, k, v), listed.tensors, listed.fixed, scale, causal, config, in_place)
+    config = config or forward_config(q.shape[3], blocks.max_q_length, blocks.max_kv_length, limits or device_limits(q.device))
+    lse, *out = _forward((q, k, v), listed.tensors, listed.fixed, scale, causal, config, limits, in_place)
     return (out[0] if out else q), lse
 
 
 def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], fixed: tuple, scale: float, causal: bool,
-                   config: LaunchConfig, in_place: bool) -> None:
+                   config: LaunchConfig, limits: DeviceLimits | None, in_place: bool) -> None:
     (q, k, v), listed = xs, Listed.planned(tensors, fixed)
     out, lse = empty_outputs(q, listed.rows, in_place)
     plan.results += [lse] if in_place else [lse, out]
@@ -160,17 +160,18 @@ def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], 
     heads, shift = q.shape[1], k.shape[2] - q.shape[2]
     chunks = chunk_lists(listed, heads, config.block_n, shift if causal else None)
     bounds = listed.rows.bounds(heads)
+    limits = limits or device_limits(plan.device)
     # Its arguments are tuples, which Triton specialises at every launch.
-    plan.call(partial(_launch, bounds[2:], chunks[4:], listed.rows.number, scale, causal, config), q, k, v, out, lse, *bounds[:2],
+    plan.call(partial(_launch, bounds[2:], chunks[4:], listed.rows.number, scale, causal, config, limits), q, k, v, out, lse, *bounds[:2],
               *chunks[:4])
 
 
-def _launch(of_bounds: tuple, of_chunks: tuple, blocks: int, scale: float, causal: bool, config: LaunchConfig, q: Tensor, k: Tensor,
-            v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> None:
-    (batch, heads, _, dim), bounds, limits = q.shape, Bounds(*rest[:2], *of_bounds), device_limits(q.device)
+def _launch(of_bounds: tuple, of_chunks: tuple, blocks: int, scale: float, causal: bool, config: LaunchConfig, limits: DeviceLimits,
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> None:
+    (batch, heads, _, dim), bounds = q.shape, Bounds(*rest[:2], *of_bounds)
     parts = triton.cdiv(bounds.length, config.block_m)
     dim_pad = max(triton.next_power_of_2(dim), 16)
-    k_tiles, v_tiles = (descriptor(x, config.block_n, dim_pad) for x in (k, v))
+    k_tiles, v_tiles = (descriptor(x, config.block_n, dim_pad, limits.tma) for x in (k, v))
     _forward_kernel[(blocks * parts, batch * heads)](
         view(q), view(k), view(v), k_tiles, v_tiles, view(out), lse, bounds, ChunkLists(*rest[2:], *of_chunks),
         heads, heads // k.shape[1], k.shape[2] - q.shape[2], scale * LOG2E, PARTS=parts, M=config.block_m, N=config.block_n,

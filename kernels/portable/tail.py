@@ -51,9 +51,9 @@ def _write_key_statistics(plan: Plan, xs: Sequence[Tensor], others: Sequence[Ten
 
 def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int, useful: Tensor | None = None,
              known: KeyStatistics | None = None, *, variances: Callable[..., None] | None = None,
-             masses: Callable[..., None] = tail_rows.sampled_mass) -> BlockEstimates:
+             masses: Callable[..., None] = tail_rows.sampled_mass, room: float = ESTIMATE_ROOM) -> BlockEstimates:
     """``estimate`` of ``eager/tail.py``. ``variances``: ``hopper_half_variances``, for numbers of units for which it is faster than cuBLAS.
-    ``masses``: ``hopper_mass`` or the portable kernel."""
+    ``masses``: ``hopper_mass`` or the portable kernel. ``room``: as ESTIMATE_ROOM."""
     q, judge = strided(q), useful is None
     # cuBLAS takes kernels for Ampere where the number of units is no multiple of 8.
     seeing = variances if variances is not None and kv_blocks[1] * parts % 8 else _half_variances, masses
@@ -63,11 +63,11 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
         log_count, k_mean, v_mean, moments = (x.contiguous() for x in (known.log_count, known.k_mean, known.v_mean, known.moments))
         order, covariances = (None if x is None else x.contiguous() for x in (known.order, known.covariances))
         half_variance, mass, *judged = _estimates_of(
-            (q,), (q_blocks[0], log_count, k_mean, moments, known.scales), q_blocks[1:], scale, judge, seeing, ESTIMATE_ROOM)
+            (q,), (q_blocks[0], log_count, k_mean, moments, known.scales), q_blocks[1:], scale, judge, seeing, room)
         return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, judged[0] if useful is None else useful,
                               covariances, known.scales)
     log_count, k_mean, v_mean, half_variance, mass, *rest = _estimates(
-        (q, strided(k), strided(v)), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, judge, seeing, ESTIMATE_ROOM)
+        (q, strided(k), strided(v)), (q_blocks[0], kv_blocks[0]), q_blocks[1:], kv_blocks[1:], scale, parts, judge, seeing, room)
     useful = rest.pop(0) if useful is None else useful
     return BlockEstimates(parts, log_count, half_variance, mass, rest[0] if parts > 1 else None, k_mean, v_mean, useful)
 

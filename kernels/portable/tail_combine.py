@@ -34,17 +34,18 @@ SLACK = 1 << 16
 
 def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, counts: Tensor, indices: Tensor,
             estimates: BlockEstimates, scale: float, keep: bool, *, merge: Callable[..., None] = tail_rows.merge,
-            merge_rows: int | None = None, matrices: Callable[..., None] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            merge_rows: int | None = None, matrices: Callable[..., None] | None = None, room: float = MERGE_ROOM
+            ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``combine`` of ``eager/tail.py``; the mixture is bfloat16, and its rows are dense but not contiguous. ``merge``, which takes so many
     rows at once: ``hopper_tail_merge``, where a backend names it, or the portable kernel; ``matrices``: there ``hopper_matrices``, else
-    torch's product."""
+    torch's product. ``room``: as MERGE_ROOM."""
     (merged, q), k, v = map(strided if merge_rows is None else loaded, (out, q)), strided(k), strided(v)
     others = (lse, q_blocks[0], kv_blocks[0], counts.contiguous(), indices.contiguous(), estimates.log_count,
               estimates.half_variance, estimates.mass, estimates.k_mean, estimates.v_mean, estimates.useful, estimates.order,
               estimates.covariances, estimates.scales)
     matrices = matrices or _matrices if estimates.scales is None else coded.mixtures
     shares, tail_lse, bias, mixture = _merged(
-        (merged, q, k, v), others, q_blocks[1:], kv_blocks[1:], scale, estimates.parts, keep, merge, merge_rows, matrices, MERGE_ROOM)
+        (merged, q, k, v), others, q_blocks[1:], kv_blocks[1:], scale, estimates.parts, keep, merge, merge_rows, matrices, room)
     if merged is not out:
         out.copy_(merged)
     return shares, tail_lse, bias, mixture[..., :bias.shape[3]]
@@ -170,15 +171,15 @@ def combine_backward(
     dout: Tensor, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
     q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias: Tensor, mixture: Tensor, log_count: Tensor,
     order: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float, *, matrices: Callable[..., None] | None = None,
+    room: float = BACKWARD_ROOM,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``combine_backward`` of ``eager/tail.py``. ``matrices``: as of ``combine``."""
+    """``combine_backward`` of ``eager/tail.py``. ``matrices``: as of ``combine``; ``room``: as BACKWARD_ROOM."""
     if not tma_ok(mixture):
         mixture = mixture.new_empty(*mixture.shape[:3], _row(mixture.shape[3]))[..., :mixture.shape[3]].copy_(mixture)
     others = (exact_lse.contiguous(), lse, tail_lse, q_blocks[0], kv_blocks[0], bias, log_count, k_mean, v_mean,
               None if order is None else order.contiguous())
     dexact, dexact_lse, dq, dk, dv = _gradients(
-        (*map(strided, (dout, exact, out, q, k, v)), mixture), others, q_blocks[1:], kv_blocks[1:], scale, matrices or _matrices,
-        BACKWARD_ROOM)
+        (*map(strided, (dout, exact, out, q, k, v)), mixture), others, q_blocks[1:], kv_blocks[1:], scale, matrices or _matrices, room)
     return dexact, dexact_lse, dq, dk, dv
 
 

@@ -4,9 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from oracles import assert_as_exact_as_torch
+from backend_rows import DEVICE
+from oracles import assert_as_exact_as_torch, attention_by
 
-from ssta.kernels import BlockLists, block_sparse_attention, routing
+from ssta.kernels import BlockLists, choose_route, routing
+from ssta.kernels.portable.config import COMPACTED_BYTES
 
 DEVICES = [pytest.param("cuda" if torch.cuda.is_available() else "cpu", "triton", id="triton"),
            pytest.param("cuda", "auto", id="auto", marks=pytest.mark.gpu)]
@@ -23,48 +25,49 @@ def lists(shape, items, q_block, kv_block, device):
     return BlockLists.from_mask(kept, q_block, kv_block)
 
 
-@pytest.fixture
-def everything_compacted(monkeypatch):
-    monkeypatch.setattr(routing, "COMPACTED_ROWS", 1)
-    routing._decide.cache_clear()
-    yield
-    routing._decide.cache_clear()
+def compacted(impl, blocks, dim, room=COMPACTED_BYTES):
+    """Attention with compacted keys forward and backward, however few rows share a list; ``room``: bytes of the copies."""
+    from ssta.kernels.portable.compacted import compacted_backward, compacted_forward
+
+    tiles = choose_route(impl, DEVICE, torch.float16, dim)
+
+    def backward(*given):
+        return compacted_backward(tiles.backward.load(), *given, *(True,) * tiles.takes_deterministic, room=room)
+
+    return attention_by(partial(compacted_forward, tiles.forward.load(), room=room), backward, blocks, dim**-0.5)
 
 
 @pytest.mark.parametrize("device, impl", DEVICES)
 @pytest.mark.parametrize("list_heads, parts, kv_block", [(1, "few", 1), (2, "one", 5), (2, "many", 1), (4, "few", 5), (4, "many", 1)])
 @pytest.mark.slow
-def test_against_float64_in_parts(device, impl, list_heads, parts, kv_block, monkeypatch, everything_compacted):
-    from ssta.kernels.portable import compacted
-
+def test_against_float64_in_parts(device, impl, list_heads, parts, kv_block):
     # A list of one head, of all heads of some blocks, of everything.
-    monkeypatch.setattr(compacted, "COMPACTED_BYTES", {"one": 1 << 30, "few": 6_000 if device == "cpu" else 200_000, "many": 0}[parts])
+    room = {"one": 1 << 30, "few": 6_000 if device == "cpu" else 200_000, "many": 0}[parts]
     dim, q_block, kv_len = (64, 128, 143) if device == "cuda" else (16, 16, 23)
     blocks = lists((2, list_heads, 3), -(-kv_len // kv_block), q_block, kv_block, device)
     q, k, v = inputs(2, 4, 2, 2 * q_block + 5, kv_len, dim, device)
-    attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, impl=impl)
-    assert_as_exact_as_torch(attend, q, k, v, blocks)
+    assert_as_exact_as_torch(compacted(impl, blocks, dim, room), q, k, v, blocks)
 
 
 @pytest.mark.parametrize("device, impl", DEVICES)
-def test_ids_out_of_range_are_absent(device, impl, everything_compacted):
+def test_ids_out_of_range_are_absent(device, impl):
     indices = torch.tensor([[-1, 7, 3, 99], [50, -5, 60, 1 << 30]], device=device)
     q, k, v = inputs(1, 2, 1, 32, 20, 16 if device == "cpu" else 64, device)
-    out, lse = block_sparse_attention(q, k, v, BlockLists.from_topk(indices, 16, 2), return_lse=True, impl=impl)
+    out, lse = compacted(impl, BlockLists.from_topk(indices, 16, 2), q.shape[3])(q, k, v)
     seen = BlockLists.from_topk(torch.tensor([[7, 3]], device=device), 16, 2)
-    expected = block_sparse_attention(q[:, :, :16], k, v, seen, impl=impl)
+    expected, _ = compacted(impl, seen, q.shape[3])(q[:, :, :16], k, v)
     assert torch.equal(out[:, :, :16], expected)
     assert (out[:, :, 16:] == 0).all() and (lse[:, :, 16:] == float("-inf")).all()
 
 
 @pytest.mark.parametrize("device, impl", DEVICES)
-def test_same_bits_twice_and_nothing_from_keys_that_are_not_listed(device, impl, everything_compacted):
+def test_same_bits_twice_and_nothing_from_keys_that_are_not_listed(device, impl):
     blocks = lists((1, 2, 3), 40, 16, 1, device)
     q, k, v = (x.requires_grad_() for x in inputs(1, 4, 2, 48, 40, 16 if device == "cpu" else 64, device))
     dout = torch.randn_like(q)
 
     def run(k, v):
-        out = block_sparse_attention(q, k, v, blocks, impl=impl)
+        out, _ = compacted(impl, blocks, q.shape[3])(q, k, v)
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
     first = run(k, v)

@@ -4,6 +4,7 @@ On a CPU the package is a stand-in in plain torch that checks its documented con
 """
 
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 
 import cudnn_stand_in
 import pytest
@@ -13,10 +14,10 @@ from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from oracles import assert_as_exact_as_torch
 
 from ssta import SSTAConfig, TokenLayout, VideoGrid, explain, ssta_attention
-from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route, cudnn_check, routing
+from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention, cudnn_check
 from ssta.kernels import cudnn_package as package
 from ssta.kernels.op import RecordedAttention
-from ssta.kernels.routing import LONG_BLOCKS, Pass, Route
+from ssta.kernels.routing import LONG_BLOCKS, Pass, Problem, Route, Where, decide
 
 GPU = torch.device("cuda", 0)
 # Short, so that short blocks have several.
@@ -148,15 +149,14 @@ def route(monkeypatch):
 
     def choose(impl="auto", capability=(10, 0), dtype=torch.bfloat16, dim=128, heads=4, causal=False, deterministic=False,
                installed="1.32.0", said=None, facts=None):
-        monkeypatch.setattr(routing, "capability", lambda device: capability)
         monkeypatch.setattr(package, "installed", lambda name: installed)
-        monkeypatch.setattr(cudnn_check, "self_check", lambda *kind: cudnn_check.Verdict(said, "its self-check passed"))
-        routing._decide.cache_clear()
-        return choose_route(impl, GPU, dtype, dim, LONG_BLOCKS._replace(**facts or {}), heads=heads, kv_heads=4, causal=causal,
-                            deterministic=deterministic)
+        # As after a self-check of such tensors.
+        for kind in product((64, 128), (False, True), (False, True)):
+            monkeypatch.setitem(cudnn_check._verdicts, (capability, dtype, dim, *kind), cudnn_check.Verdict(said, "its self-check passed"))
+        where = Where("cuda", capability, False, dtype, dim)
+        return decide(impl, Problem(where, heads, 4, causal, LONG_BLOCKS._replace(**facts or {}), deterministic))
 
-    yield choose
-    routing._decide.cache_clear()
+    return choose
 
 
 @pytest.mark.parametrize("changed, reason", REFUSED)

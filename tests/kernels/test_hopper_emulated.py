@@ -31,9 +31,9 @@ def walks(monkeypatch):
     return found
 
 
-def assert_right(q, k, v, blocks, causal, late, scale=0.125):
+def assert_right(q, k, v, blocks, causal, late, scale=0.125, **options):
     """Gives what the kernel gave."""
-    out, lse = run("forward", q, k, v, blocks, scale, causal, late=late)
+    out, lse = run("forward", q, k, v, blocks, scale, causal, late=late, **options)
     exact, exact_lse = reference_attention(q.double(), k.double(), v.double(), blocks, scale, causal)
     tolerance = 5e-3 if q.dtype == torch.float16 else 2e-2
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance * v.abs().max().item() / 4)
@@ -75,33 +75,27 @@ def test_long_blocks(dim, causal, speed, every_row_fails, walks):
     assert set(walks) == ({0, 1} if late else {0})
 
 
-@pytest.fixture
-def split_lists(monkeypatch):
-    """All tiles but two are split into three parts."""
-    forward = module("forward")
-    monkeypatch.setattr(forward, "split", lambda tiles, *others: (tiles - 2, 3))
-    forward._forward.kinds.clear()
-    yield
-    forward._forward.kinds.clear()
+def split_in(parts):
+    """All tiles but two are split into so many."""
+    return lambda tiles, *_: (tiles - 2, parts) if parts > 1 else (0, 1)
 
 
-@pytest.mark.parametrize("programs, speed", spread((1, 5), SPEEDS))
-def test_parts_of_lists_are_merged(programs, speed, monkeypatch, split_lists):
+@pytest.mark.parametrize("programs, speed", [*zip((1, 5), SPEEDS)])
+def test_parts_of_lists_are_merged(programs, speed):
     """Parts without chunks, tiles without rows, rows without keys; as many programs as tiles or fewer."""
-    late, dtype = speed
-    monkeypatch.setattr(module("forward"), "multiprocessors", lambda device: programs)
+    (late, dtype), options = speed, dict(processors=programs, split=split_in(3))
     mask = torch.rand(2, 5, 5) < 0.6
     mask[:, 2] = False
     blocks = BlockLists.from_mask(mask, ragged([384, 200, 70, 331, 0], "cpu"), ragged([384, 128, 300, 61, 129], "cpu"))
     q, k, v = inputs(1, 2, 1, 985, 1002, 128, dtype=dtype)
-    expected = assert_right(q, k, v, blocks, False, late)
-    got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
+    expected = assert_right(q, k, v, blocks, False, late, **options)
+    got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True, **options)
     assert got[0].data_ptr() == q.data_ptr() and all(torch.equal(a, b) for a, b in zip(got, expected))
 
 
 @pytest.mark.parametrize("name", LEVELS)
-def test_parts_that_overflow_are_walked_again(name, walks, split_lists):
-    assert_right(*levels(*LEVELS[name]), False, True)
+def test_parts_that_overflow_are_walked_again(name, walks):
+    assert_right(*levels(*LEVELS[name]), False, True, split=split_in(3))
 
 
 @pytest.fixture
@@ -109,7 +103,6 @@ def programs(monkeypatch):
     """How many programs a call launched."""
     forward, found = module("forward"), []
     forward._forward.kinds.clear()
-    monkeypatch.setattr(forward, "multiprocessors", lambda device: 3)
     kernel = forward._forward_kernel
 
     class Counted:
@@ -123,19 +116,18 @@ def programs(monkeypatch):
 
 
 @pytest.mark.parametrize("dim, keys, parts, speed", spread((64, 128), (64, 128), (1, 3), SPEEDS))
-def test_programs_share_a_multiprocessor_where_blocks_are_small(dim, keys, parts, speed, monkeypatch, programs, every_row_fails):
+def test_programs_share_a_multiprocessor_where_blocks_are_small(dim, keys, parts, speed, programs, every_row_fails):
     """Each takes tile after tile through memory for one tile's queries: lists that are longer than its rings and shorter ones, empty ones,
     blocks without rows, lists in parts, and all of them walked twice."""
-    late, dtype = speed
-    monkeypatch.setattr(module("forward"), "split", lambda tiles, *others: (tiles - 2, parts) if parts > 1 else (0, 1))
+    (late, dtype), options = speed, dict(processors=3, split=split_in(parts))
     mask = torch.rand(2, 6, 9) < 0.7
     mask[0, 2], mask[1, 3] = False, torch.arange(9) == 4
     sizes = [64, 50, 64, 0, 7, 64], [keys, 3, keys, 17, keys, 32, 0, keys, keys]
     blocks = BlockLists.from_mask(mask, *(ragged(x, "cpu") for x in sizes))
     q, k, v = inputs(1, 4, 2, 249, 5 * keys + 52, dim, dtype=dtype)
-    expected = assert_right(q, k, v, blocks, False, late)
+    expected = assert_right(q, k, v, blocks, False, late, **options)
     assert programs == [6 if dim == 128 else 9]
-    got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True)
+    got = run("forward", q, k, v, blocks, 0.125, False, late=late, in_place=True, **options)
     assert got[0].data_ptr() == q.data_ptr() and all(torch.equal(a, b) for a, b in zip(got, expected))
 
 
@@ -252,9 +244,11 @@ def test_keys_of_other_blocks_change_no_bits(value):
     assert torch.equal(after[:, :, :100], before[:, :, :100]) and not torch.equal(after[:, :, 100:], before[:, :, 100:])
 
 
-@pytest.mark.parametrize("lengths", [120, 126, 100, 60, 240, [126, 126, 42, 126, 126, 77], [60, 60, 30, 60, 60, 9],
-                                     [105, 105, 35, 105, 105, 1]], ids=str)
-@pytest.mark.parametrize("dim, speed", [*zip((64, 128), SPEEDS)])
+# Equal and ragged ones each with either dimension.
+LITTLE_SHORTER = [120, 126, 100, 60, [126, 126, 42, 126, 126, 77], [60, 60, 30, 60, 60, 9], [105, 105, 35, 105, 105, 1], 240]
+
+
+@pytest.mark.parametrize("lengths, dim, speed", [(of, *kind) for of, kind in zip(LITTLE_SHORTER, cycle(zip((64, 128), SPEEDS)))], ids=str)
 def test_blocks_a_little_shorter_than_a_step(lengths, dim, speed, every_row_fails):
     """Equal ones fill the step of every chunk equally; NaN right behind them stays out."""
     late, dtype = speed
@@ -270,10 +264,10 @@ def test_blocks_a_little_shorter_than_a_step(lengths, dim, speed, every_row_fail
     assert all(torch.equal(a, b) for a, b in zip(got, expected))
 
 
-def gradients(q, k, v, blocks, deterministic, late, dout, dlse, causal=False):
-    """(dq, dk, dv) of the kernel."""
+def gradients(q, k, v, blocks, deterministic, late, dout, dlse, causal=False, processors=3):
+    """(dq, dk, dv) of the kernel, as on a GPU with so many multiprocessors."""
     out, lse = reference_attention(q, k, v, blocks, 0.125, causal)
-    return run("backward", dout, dlse, q, k, v, out, lse, blocks, 0.125, causal, deterministic, late=late)
+    return run("backward", dout, dlse, q, k, v, out, lse, blocks, 0.125, causal, deterministic, late=late, processors=processors)
 
 
 def assert_right_gradients(q, k, v, blocks, deterministic, late, causal=False):
@@ -285,22 +279,8 @@ def assert_right_gradients(q, k, v, blocks, deterministic, late, causal=False):
         torch.testing.assert_close(grad.double(), right, rtol=5e-3, atol=5e-3)
 
 
-@pytest.fixture
-def plans_of_its_own():
-    """Of the backward; others know what was patched when they were written."""
-    module("backward")._backward.kinds.clear()
-    yield
-    module("backward")._backward.kinds.clear()
-
-
-@pytest.fixture
-def three_programs(monkeypatch, plans_of_its_own):
-    """As on a GPU with so many multiprocessors."""
-    monkeypatch.setattr(module("backward"), "multiprocessors", lambda device: 3)
-
-
 @pytest.mark.parametrize("name, late, causal, deterministic", spread(patterns("cpu"), *[(False, True)] * 3))
-def test_gradients_of_small_blocks(name, late, causal, deterministic, three_programs):
+def test_gradients_of_small_blocks(name, late, causal, deterministic):
     """Causal with more keys than queries and the other way round: blocks of which nothing is seen, a part, or everything."""
     blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")[name]
     assert_right_gradients(*inputs(2, heads, kv_heads, q_len, kv_len, 64), blocks, deterministic, late, causal)
@@ -314,13 +294,13 @@ def test_gradients_of_one_program():
 
 @pytest.mark.parametrize("dim, deterministic, causal, late", [(64, True, False, True), (64, False, True, False), (128, True, True, False),
                                                               (128, False, False, True)])
-def test_gradients_of_long_blocks(dim, deterministic, causal, late, three_programs):
+def test_gradients_of_long_blocks(dim, deterministic, causal, late):
     blocks = BlockLists.from_mask(torch.rand(2, 4, 5) < 0.7, ragged([384, 200, 70, 331], "cpu"), ragged([384, 128, 300, 61, 129], "cpu"))
     assert_right_gradients(*inputs(1, 2, 1, 985, 1002, dim), blocks, deterministic, late, causal)
 
 
 @pytest.mark.parametrize("late, deterministic", [(False, True), (True, False)])
-def test_gradients_of_blocks_that_end_within_a_chunk(late, deterministic, three_programs):
+def test_gradients_of_blocks_that_end_within_a_chunk(late, deterministic):
     """They are right, and what follows in memory, NaN in rows of other blocks, changes no bits, though weights of rows beyond a block's end
     would be infinite if they were measured: all scores are about -200."""
     blocks = BlockLists.from_mask(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]], dtype=torch.bool), 120, 120)
@@ -354,24 +334,22 @@ def test_compacted_keys(late):
         torch.testing.assert_close(got.double(), right, rtol=5e-3, atol=5e-3)
 
 
-def test_a_deterministic_backward_gives_the_same_bits(monkeypatch, plans_of_its_own):
+def test_a_deterministic_backward_gives_the_same_bits():
     """However its programs are interleaved."""
-    monkeypatch.setattr(module("backward"), "multiprocessors", lambda device: 5)
     blocks = BlockLists.from_mask(torch.rand(1, 7, 7) < 0.8, 64, 128)
     q, k, v = inputs(1, 1, 1, 448, 896, 64)
     dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3])
-    first = gradients(q, k, v, blocks, True, True, dout, dlse)
+    first = gradients(q, k, v, blocks, True, True, dout, dlse, processors=5)
     for late in (True, False, True):
-        again = gradients(q, k, v, blocks, True, late, dout, dlse)
+        again = gradients(q, k, v, blocks, True, late, dout, dlse, processors=5)
         assert all(torch.equal(x, y) for x, y in zip(first, again))
 
 
-def test_a_list_that_names_a_block_twice_ends_and_is_not_silent(monkeypatch, plans_of_its_own, recwarn):
+def test_a_list_that_names_a_block_twice_ends_and_is_not_silent(monkeypatch, recwarn):
     """Its locks never open, so after a while they are not waited for; that is counted, and the next backward warns, once."""
     backward = module("backward")
     monkeypatch.setattr(notices, "_said", set())
     monkeypatch.setattr(spin_timeouts, "_counters", {})
-    monkeypatch.setattr(backward, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(module("backward_partitions"), "SPIN_LIMIT", 20)
     once = BlockLists.from_mask(torch.ones(1, 2, 3, dtype=torch.bool), 64, 128)
     twice = BlockLists(once.counts, torch.tensor([0, 0, 2], dtype=torch.int32).expand(1, 1, 2, 3), 64, 128, num_kv_blocks=3)
@@ -386,7 +364,7 @@ def test_a_list_that_names_a_block_twice_ends_and_is_not_silent(monkeypatch, pla
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_no_lock_is_given_up_on_without_need(deterministic, three_programs):
+def test_no_lock_is_given_up_on_without_need(deterministic):
     blocks, heads, kv_heads, q_len, kv_len = patterns("cpu")["ragged"]
     q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 64)
     before = module("backward").spin_timeouts("cpu")

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from cases import LEVELS, levels, ragged
-from oracles import assert_as_exact_as_torch
+from oracles import assert_as_exact_as_torch, attention_by
 
-from ssta.kernels import BlockLists, block_sparse_attention
+from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
 from ssta.kernels.reference import reference_attention
 
 pytestmark = pytest.mark.gpu
@@ -23,10 +23,21 @@ LENGTHS = [384, 131, 0, 333, 257, 7, 200]
 HEADS, KV_HEADS = 6, 2
 
 
-@pytest.fixture(params=[1, 1 << 20], ids=["large programs", "small programs"])
-def programs(request, monkeypatch):
-    """The forward's programs as they are where there are many, and where there are few. On a real number these tests would have few."""
-    monkeypatch.setattr("ssta.kernels.hopper.forward.multiprocessors", lambda device: request.param)
+# The forward's programs as they are where there are many, and where there are few. On a real number these tests would have few.
+programs = pytest.mark.parametrize("processors", [1, 1 << 20], ids=["large programs", "small programs"])
+
+
+def attention(blocks, processors, deterministic=True, causal=False):
+    """On so many multiprocessors, with the gradients of impl="hopper"."""
+    def attend(q, k, v):
+        from ssta.kernels.hopper.forward import hopper_forward
+
+        route = choose_route("hopper", q.device, q.dtype, q.shape[3], PatternFacts.of(blocks), heads=q.shape[1], kv_heads=k.shape[1],
+                             causal=causal, deterministic=deterministic)
+        return attention_by(partial(hopper_forward, processors=processors), lambda *of: route.run_backward(*of, deterministic), blocks,
+                            q.shape[3]**-0.5, causal)(q, k, v)
+
+    return attend
 
 
 def fused(batch, tokens, dim, dtype):
@@ -53,11 +64,11 @@ def lists(kind):
 @dims
 @dtypes
 @pytest.mark.parametrize("kind", ["shared", "per batch element", "per head", "per key head"])
-def test_views_into_a_batch_of_two_with_ragged_blocks(kind, dtype, dim, deterministic, programs):
+@programs
+def test_views_into_a_batch_of_two_with_ragged_blocks(kind, dtype, dim, deterministic, processors):
     blocks = lists(kind)
     q, k, v = fused(2, sum(LENGTHS), dim, dtype)
-    attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, deterministic=deterministic, impl="hopper")
-    assert_as_exact_as_torch(attend, q, k, v, blocks, block=64)
+    assert_as_exact_as_torch(attention(blocks, processors, deterministic), q, k, v, blocks, block=64)
 
 
 @both
@@ -72,7 +83,8 @@ def test_short_blocks_of_which_several_fill_a_chunk(kind, dtype, dim, monkeypatc
 
 @both
 @pytest.mark.parametrize("lengths", [120, 360, [126] * 9 + [42, 126, 77], [60] * 9 + [30, 60, 9]], ids=str)
-def test_blocks_a_little_shorter_than_a_step(lengths, dtype, dim, programs):
+@programs
+def test_blocks_a_little_shorter_than_a_step(lengths, dtype, dim, processors):
     """Equal ones fill the step of every chunk equally; NaN in the blocks right behind them stays out."""
     cut = lengths if isinstance(lengths, int) else ragged(lengths, "cuda")
     bounds = torch.tensor([0] + ([lengths] * 11 + [lengths // 2] if isinstance(lengths, int) else lengths)).cumsum(0).tolist()
@@ -80,7 +92,7 @@ def test_blocks_a_little_shorter_than_a_step(lengths, dtype, dim, programs):
     mask[..., 0, 1], mask[..., 0, 0] = False, True
     blocks = BlockLists.from_mask(mask, cut, cut)
     q, k, v = fused(1, bounds[-1], dim, dtype)
-    attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, impl="hopper")
+    attend = attention(blocks, processors)
     assert_as_exact_as_torch(attend, q, k, v, blocks, block=64)
     before = attend(q, k, v)
     k[:, :, bounds[1]:bounds[2]] = v[:, :, bounds[1]:bounds[2]] = float("nan")
@@ -95,15 +107,15 @@ def test_blocks_a_little_shorter_than_a_step(lengths, dtype, dim, programs):
 @orders
 @both
 @pytest.mark.parametrize("sizes", [(100, 100), (192, 384)], ids=str)
-def test_lengths_that_are_no_multiples(sizes, dtype, dim, deterministic, programs):
+@programs
+def test_lengths_that_are_no_multiples(sizes, dtype, dim, deterministic, processors):
     """Uniform blocks whose last one is partial, on either side; more keys than queries and the other way round."""
     for q_len, kv_len in ((1201, 777), (505, 1313)):
         mask = some(2, 1, -(-q_len // sizes[0]), -(-kv_len // sizes[1]))
         blocks = BlockLists.from_mask(mask, *sizes)
         q, k, v = (torch.randn(2, heads, tokens, dim, device="cuda", dtype=dtype)
                    for heads, tokens in ((HEADS, q_len), (KV_HEADS, kv_len), (KV_HEADS, kv_len)))
-        attend = partial(block_sparse_attention, blocks=blocks, return_lse=True, deterministic=deterministic, impl="hopper")
-        assert_as_exact_as_torch(attend, q, k, v, blocks, block=64)
+        assert_as_exact_as_torch(attention(blocks, processors, deterministic), q, k, v, blocks, block=64)
 
 
 @orders
@@ -126,13 +138,14 @@ def test_causal_order(kind, dtype, dim, deterministic):
 @dims
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("factor", [1, 3, 10])
-def test_long_queries_and_keys(factor, causal, dim, programs):
+@programs
+def test_long_queries_and_keys(factor, causal, dim, processors):
     """One key in 50 is ten times as long as that."""
     blocks = lists("per head")
     q, k, v = fused(2, sum(LENGTHS), dim, torch.bfloat16)
     q, k = q * factor, k * factor
     k[:, :, ::50] *= 10
-    attend = partial(block_sparse_attention, blocks=blocks, causal=causal, return_lse=True, impl="hopper")
+    attend = attention(blocks, processors, causal=causal)
     # A row that is about one key has the weight 1 in eager torch, which is exact; measured from another origin than its maximum it has to
     # be rounded, and dq of such rows is a difference that nearly cancels.
     assert_as_exact_as_torch(attend, q, k, v, blocks, causal=causal, block=64, slack=1.5 if factor == 10 else 1.0)
@@ -140,23 +153,26 @@ def test_long_queries_and_keys(factor, causal, dim, programs):
 
 @dtypes
 @pytest.mark.parametrize("name", LEVELS)
-def test_scores_far_above_those_of_the_first_chunk(name, dtype, programs):
+@programs
+def test_scores_far_above_those_of_the_first_chunk(name, dtype, processors):
     """Where weights overflow, programs walk over their lists again."""
     q, k, v, blocks = levels(*LEVELS[name], device="cuda", dtype=dtype)
-    found = block_sparse_attention(q, k, v, blocks, return_lse=True, impl="hopper")
+    found = attention(blocks, processors)(q, k, v)
     exact = reference_attention(q.double(), k.double(), v.double(), blocks, 0.125)
     for got, right in zip(found, exact):
         torch.testing.assert_close(got.double(), right, rtol=2e-2 if got is found[0] else 1e-4, atol=2e-2 if got is found[0] else 1e-3)
 
 
-def test_a_row_that_overflows_changes_no_bits_of_its_neighbours(programs):
+@programs
+def test_a_row_that_overflows_changes_no_bits_of_its_neighbours(processors):
     """Though their warpgroups walk again, too; many programs, of which some do."""
     q, k, v = (torch.randn(1, 16, 3840, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     blocks = BlockLists.from_mask(some(1, 16, 10, 10), 384, 384)
-    before = block_sparse_attention(q, k, v, blocks, impl="hopper")
+    attend = attention(blocks, processors)
+    before, _ = attend(q, k, v)
     spoiled = torch.rand(q.shape[:3], device="cuda") < 1e-3
     for factor in (1e4, float("nan")):
-        after = block_sparse_attention(torch.where(spoiled[..., None], q * factor, q), k, v, blocks, impl="hopper")
+        after, _ = attend(torch.where(spoiled[..., None], q * factor, q), k, v)
         assert torch.equal(after[~spoiled], before[~spoiled])
         assert factor != 1e4 or after[spoiled].isfinite().all()
 

@@ -7,9 +7,10 @@ import torch
 from cases import EVERYWHERE, everywhere, inputs, patterns
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import assert_as_exact_as_torch, attention_with_gradients
+from oracles import assert_as_exact_as_torch, attention_by, attention_with_gradients
 
 from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
+from ssta.kernels.eager.blocks import torch_backward, torch_forward
 
 
 @everywhere
@@ -31,17 +32,22 @@ def test_gradients_with_non_deterministic_dq(device, impl, name):
     assert_as_exact_as_torch(attend, q, k, v, blocks)
 
 
-@pytest.mark.parametrize("device, impl", [entry for entry in EVERYWHERE if entry.values[1] == "triton"])
+@pytest.mark.parametrize("device", [pytest.param(of.values[0], marks=of.marks, id=of.id) for of in EVERYWHERE if of.values[1] == "triton"])
 @pytest.mark.parametrize("name", ["uniform", "ragged", "per key head"])
-def test_gpus_without_tma(device, impl, name, monkeypatch):
+def test_gpus_without_tma(device, name):
     """The kernels as Ampere and Ada run them: addresses instead of descriptors, in 100 KB of shared memory."""
     from ssta.kernels.device import DeviceLimits
-    from ssta.kernels.lowering import inputs as loads
-    from ssta.kernels.portable import backward, forward
+    from ssta.kernels.portable.backward import triton_backward
+    from ssta.kernels.portable.forward import triton_forward
 
-    for module in (backward, forward, loads):
-        monkeypatch.setattr(module, "device_limits", lambda device: DeviceLimits(99 * 1024, tma=False))
-    test_against_float64(device, impl, False, name)
+    limits = DeviceLimits(99 * 1024, tma=False)
+    as_exact_as_torch(name, False, device, partial(triton_forward, limits=limits), partial(triton_backward, limits=limits))
+
+
+def as_exact_as_torch(name, causal, device, forward, backward):
+    blocks, heads, kv_heads, q_len, kv_len = patterns(device)[name]
+    q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 32, device)
+    assert_as_exact_as_torch(attention_by(forward, backward, blocks, 32**-0.5, causal), q, k, v, blocks, causal=causal)
 
 
 SIZES = [("triton", dim) for dim in (32, 64, 80, 96, 128, 256)] + [("hopper", 64), ("hopper", 128)]
@@ -232,14 +238,10 @@ def test_torch_gradients_by_differences():
 
 
 @pytest.mark.parametrize("name", patterns("cpu"))
-def test_torch_where_lists_cannot_be_read(name, monkeypatch):
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_torch_where_lists_cannot_be_read(name, causal):
     """As on a GPU, where steps are padded."""
-    from ssta.kernels.eager import blocks as eager
-    from ssta.kernels.eager.steps import _padded_steps
-
-    monkeypatch.setattr(eager, "steps", _padded_steps)
-    for causal in (False, True):
-        test_against_float64("cpu", "torch", causal, name)
+    as_exact_as_torch(name, causal, "cpu", partial(torch_forward, padded=True), partial(torch_backward, padded=True))
 
 
 def test_torch_is_really_sparse():

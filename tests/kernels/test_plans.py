@@ -1,5 +1,6 @@
 """A step that is planned once for a kind of tensors launches the same by address as it does with tensors, and mixes up no kinds."""
 
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -187,18 +188,16 @@ def test_the_tails_launches_by_address(room, numbers, monkeypatch):
     of = tail_case([20, 35, 9, 13], 3, heads=4, kv_heads=2, batch=2, parts=2)
     lists, found = of.some_blocks(), of.estimate()
     (out, lse), _ = of.exact(lists)
-    monkeypatch.setattr(tail, "ESTIMATE_ROOM", room)
-    for name in ("MERGE_ROOM", "BACKWARD_ROOM"):
-        monkeypatch.setattr(tail_combine, name, room)
     launched = []
     monkeypatch.setattr(Planned, "__call__", lambda planned, *inputs: launched.append((planned, inputs)) or [
         torch.zeros(shape, dtype=dtype) for _, shape, _, dtype in planned.results])
     for plans_of in (tail._estimates, tail_combine._merged, tail_combine._gradients):
         plans_of.kinds.clear()
-    tail.estimate(of.q, of.k, of.v, *of.shape, of.scale, 2)
-    _, *kept = tail_combine.combine(out, lse, of.q, of.k, of.v, *of.shape, lists.counts, lists.indices, found, of.scale, True)
+    tail.estimate(of.q, of.k, of.v, *of.shape, of.scale, 2, room=room)
+    _, *kept = tail_combine.combine(out, lse, of.q, of.k, of.v, *of.shape, lists.counts, lists.indices, found, of.scale, True,
+                                    room=room)
     tail_combine.combine_backward(out, out, lse, out, lse, kept[0], of.q, of.k, of.v, *of.shape, *kept[1:], found.log_count,
-                                  found.order, found.k_mean, found.v_mean, of.scale)
+                                  found.order, found.k_mean, found.v_mean, of.scale, room=room)
     monkeypatch.undo()
     for plans_of in (tail._estimates, tail_combine._merged, tail_combine._gradients):
         plans_of.kinds.clear()
@@ -219,7 +218,7 @@ def results(of, lists):
     return [estimates.half_variance, estimates.mass, estimates.k_mean, estimates.useful, *of.add(out, lse, lists, estimates)]
 
 
-def test_kinds_in_turn_are_not_mixed_up(monkeypatch):
+def test_kinds_in_turn_are_not_mixed_up():
     """Each again after all others: the same bits as when no other plan was there. Ragged blocks, grouped heads, units that are halves, some
     groups of heads, and tensors at odd addresses, which launch by tensor."""
     cases = [tail_case([20, 35, 9, 13], 3, heads=4, kv_heads=2, batch=2, parts=2), tail_case([20, 35, 9, 13], 3, heads=4, kv_heads=2),
@@ -231,20 +230,14 @@ def test_kinds_in_turn_are_not_mixed_up(monkeypatch):
         assert place.data_ptr() % 16
         setattr(odd, name, place.copy_(x))
     cases.append(odd)
-    given = [(of, of.some_blocks(), room) for of in cases for room in (1e9, 0.0)]
-
-    def run(of, lists, room):
-        monkeypatch.setattr(tail, "ESTIMATE_ROOM", room)
-        monkeypatch.setattr(tail_combine, "MERGE_ROOM", room)
-        return results(of, lists)
-
+    given = [(replace(of, room=room), of.some_blocks()) for of in cases for room in (1e9, 0.0)]
     alone = []
     for each in given:
         for plans_of in (tail._estimates, tail_combine._merged):
             plans_of.kinds.clear()
-        alone.append(run(*each))
+        alone.append(results(*each))
     for each, wanted in zip(given, alone):
-        assert all(torch.equal(a, b) for a, b in zip(run(*each), wanted))
+        assert all(torch.equal(a, b) for a, b in zip(results(*each), wanted))
     # Aligned or not, the same plan: room and shapes make kinds.
     assert len(tail._estimates.kinds) >= 7
 

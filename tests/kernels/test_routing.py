@@ -1,74 +1,73 @@
 """Which kernels run: a pure function of GPU, dtype, head_dim and what is known of a pattern; and why not others."""
 
+from functools import partial
+
 import pytest
 import torch
+from oracles import attention_by
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route, notices, routing
-from ssta.kernels.routing import LONG_BLOCKS, TABLE
+from ssta.kernels.eager.blocks import torch_backward, torch_forward
+from ssta.kernels.routing import LONG_BLOCKS, SINGLE_TOKENS, TABLE, Problem, Where
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
 SHORT_KEYS = PatternFacts(384, 1, 9, 2, True)
 
 
-@pytest.fixture(params=[(8, 0), (9, 0), (10, 0), (12, 0), None], ids=["sm80", "sm90", "sm100", "sm120", "amd"])
-def capability(request, monkeypatch):
-    monkeypatch.setattr(routing, "capability", lambda device: request.param)
-    return request.param
+gpus = pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0), None], ids=["sm80", "sm90", "sm100", "sm120", "amd"])
 
 
-def on_hopper(monkeypatch):
-    monkeypatch.setattr(routing, "capability", lambda device: (9, 0))
+def route(impl, capability, dtype=torch.float16, dim=64, facts=LONG_BLOCKS, *, heads=1, kv_heads=1, causal=False):
+    """On a GPU of such a capability; None: one that is not NVIDIA's."""
+    return routing.decide(impl, Problem(Where("cuda", capability, False, dtype, dim), heads, kv_heads, causal, facts))
 
 
-def name(*args, **options):
-    return choose_route(*args, **options).name
-
-
+@gpus
 def test_auto_follows_device_dtype_and_shape(capability):
+    def name(*of, **options):
+        return route("auto", capability, *of, **options).name
+
     best = "hopper" if capability == (9, 0) else "triton"
-    assert name("auto", CPU, torch.bfloat16, 128) == "torch"
-    assert name("auto", GPU, torch.bfloat16, 128) == best
-    assert name("auto", GPU, torch.float16, 64, LONG_BLOCKS._replace(max_q_length=384)) == best
-    assert name("auto", GPU, torch.float16, 64, LONG_BLOCKS._replace(max_q_length=64)) == best
+    assert choose_route("auto", CPU, torch.bfloat16, 128).name == "torch"
+    assert name(torch.bfloat16, 128) == best
+    assert name(facts=LONG_BLOCKS._replace(max_q_length=384)) == best
+    assert name(facts=LONG_BLOCKS._replace(max_q_length=64)) == best
     short = LONG_BLOCKS._replace(max_q_length=63), LONG_BLOCKS._replace(max_q_length=127)
-    found = [name("auto", GPU, torch.float16, 64, facts, causal=facts is short[1]) for facts in short]
+    found = [name(facts=facts, causal=facts is short[1]) for facts in short]
     assert found == ["triton"] * 2, "short query blocks"
-    assert name("auto", GPU, torch.float16, 64, SHORT_KEYS._replace(uniform=False)) == "triton", "short key blocks are gathered"
-    assert name("auto", GPU, torch.float16, 80) == "triton"
-    assert name("auto", GPU, torch.float32, 128) == "torch"
-    assert name("auto", GPU, torch.float16, 512) == "torch"
+    assert name(facts=SHORT_KEYS._replace(uniform=False)) == "triton", "short key blocks are gathered"
+    assert name(dim=80) == "triton"
+    assert name(torch.float32, 128) == "torch"
+    assert name(dim=512) == "torch"
 
 
+@gpus
 def test_the_reasons_name_every_faster_implementation(capability):
     for dtype in (torch.float32, torch.bfloat16):
         for dim in (64, 80, 512):
-            route = choose_route("auto", GPU, dtype, dim)
-            faster = [row.name for row in TABLE][:[row.name for row in TABLE].index(route.name)]
-            assert [rejected for rejected, _ in route.rejected] == faster
-            assert len(route.explain()) == len(faster) and all(reason for _, reason in route.rejected)
-    assert choose_route("torch", GPU, torch.bfloat16, 64).rejected == (), "nobody asks why the choice is not another"
+            taken = route("auto", capability, dtype, dim)
+            faster = [row.name for row in TABLE][:[row.name for row in TABLE].index(taken.name)]
+            assert [rejected for rejected, _ in taken.rejected] == faster
+            assert len(taken.explain()) == len(faster) and all(reason for _, reason in taken.rejected)
+    assert route("torch", capability, torch.bfloat16).rejected == (), "nobody asks why the choice is not another"
 
 
 @pytest.mark.parametrize("older", [(7, 5), (7, 0)])
-def test_gpus_without_the_kernels_tensor_cores_take_plain_torch(older, monkeypatch):
+def test_gpus_without_the_kernels_tensor_cores_take_plain_torch(older):
     """And say why."""
-    monkeypatch.setattr(routing, "capability", lambda device: older)
     reason = f"requires an Ampere GPU (sm_80) or a later one, got sm_{older[0]}{older[1]}"
-    for facts in (LONG_BLOCKS, SHORT_KEYS):
-        route = choose_route("auto", GPU, torch.float16, 64, facts)
-        assert route.name == "torch" and f"not 'triton', which {reason}" in route.explain() and route.slow_fallback.endswith(reason)
-    assert routing.choose_token_impl("auto", GPU, torch.float16, 64) == "torch"
-    for choose in (choose_route, routing.choose_token_impl):
+    for facts in (LONG_BLOCKS, SHORT_KEYS, SINGLE_TOKENS):
+        taken = route("auto", older, facts=facts)
+        assert taken.name == "torch" and f"not 'triton', which {reason}" in taken.explain() and taken.slow_fallback.endswith(reason)
         with pytest.raises(ValueError, match="impl='triton' requires an Ampere GPU"):
-            choose("triton", GPU, torch.float16, 64)
+            route("triton", older, facts=facts)
 
 
-def test_how_short_keys_are_read(monkeypatch):
-    on_hopper(monkeypatch)
+def test_how_short_keys_are_read():
     def keys(facts, **options):
-        route = choose_route("auto", GPU, torch.float16, 64, facts, heads=16, kv_heads=2, **options)
-        return route.name, route.forward.keys, route.backward.kernels, route.backward.keys
+        taken = route("auto", (9, 0), facts=facts, heads=16, kv_heads=2, **options)
+        return taken.name, taken.forward.keys, taken.backward.kernels, taken.backward.keys
 
     assert keys(LONG_BLOCKS) == ("hopper", "tiles", "hopper", "tiles")
     assert keys(LONG_BLOCKS._replace(max_kv_length=64)) == ("hopper", "tiles", "triton", "tiles")
@@ -78,31 +77,36 @@ def test_how_short_keys_are_read(monkeypatch):
     assert keys(SHORT_KEYS._replace(uniform=False)) == ("triton", "gathered", "triton", "tiles")
 
 
-def test_what_a_route_needs(monkeypatch):
-    on_hopper(monkeypatch)
-    hopper, triton, torch_, reference = (choose_route(impl, GPU, torch.float16, 64) for impl in ("hopper", "triton", "torch", "reference"))
+def test_what_a_route_needs():
+    hopper, triton, torch_, reference = (route(impl, (9, 0)) for impl in ("hopper", "triton", "torch", "reference"))
     assert (hopper.in_place, triton.in_place, torch_.in_place, reference.in_place) == (True, True, False, False)
     assert (hopper.takes_deterministic, triton.takes_deterministic) == (True, False)
-    short = choose_route("hopper", GPU, torch.float16, 64, LONG_BLOCKS._replace(max_kv_length=64))
+    short = route("hopper", (9, 0), facts=LONG_BLOCKS._replace(max_kv_length=64))
     assert not short.takes_deterministic, "its backward is the portable one"
-    compacted = choose_route("auto", GPU, torch.float16, 64, SHORT_KEYS, heads=16, kv_heads=2)
+    compacted = route("auto", (9, 0), facts=SHORT_KEYS, heads=16, kv_heads=2)
     assert not compacted.in_place and compacted.takes_deterministic
 
 
-@pytest.mark.parametrize("impl, device, dtype, dim, message", [
-    ("hopper", CPU, torch.float16, 64, r"impl='hopper' requires a Hopper GPU \(sm_90\), got tensors on cpu"),
-    ("hopper", GPU, torch.float16, 80, "a head_dim of 64 or 128, got torch.float16 and 80"),
-    ("hopper", GPU, torch.float16, 64, r"requires a Hopper GPU \(sm_90\), got sm_80"),
-    ("triton", GPU, torch.float32, 64, "requires float16 or bfloat16 and a head_dim of 16 to 256, got torch.float32 and 64"),
-    ("triton", GPU, torch.float16, 8, "got torch.float16 and 8"),
-    ("gather", CPU, torch.float32, 64, "impl must be one of 'auto', 'reference', 'torch', 'triton', 'cudnn', 'hopper', got 'gather'"),
-    ("cuda", CPU, torch.float16, 64, "impl must be one of 'auto', 'reference', 'torch', 'triton', 'cudnn', 'hopper', got 'cuda'"),
-    (None, CPU, torch.float16, 64, "impl must be one of .*, got None"),
+@pytest.mark.parametrize("impl, dtype, dim, message", [
+    ("hopper", torch.float16, 80, "a head_dim of 64 or 128, got torch.float16 and 80"),
+    ("hopper", torch.float16, 64, r"requires a Hopper GPU \(sm_90\), got sm_80"),
+    ("triton", torch.float32, 64, "requires float16 or bfloat16 and a head_dim of 16 to 256, got torch.float32 and 64"),
+    ("triton", torch.float16, 8, "got torch.float16 and 8"),
 ])
-def test_an_explicit_choice_that_cannot_run_raises(impl, device, dtype, dim, message, monkeypatch):
-    monkeypatch.setattr(routing, "capability", lambda device: (8, 0))
+def test_an_explicit_choice_that_cannot_run_raises(impl, dtype, dim, message):
     with pytest.raises(ValueError, match=message):
-        choose_route(impl, device, dtype, dim)
+        route(impl, (8, 0), dtype, dim)
+
+
+@pytest.mark.parametrize("impl, message", [
+    ("hopper", r"impl='hopper' requires a Hopper GPU \(sm_90\), got tensors on cpu"),
+    ("gather", "impl must be one of 'auto', 'reference', 'torch', 'triton', 'cudnn', 'hopper', got 'gather'"),
+    ("cuda", "impl must be one of 'auto', 'reference', 'torch', 'triton', 'cudnn', 'hopper', got 'cuda'"),
+    (None, "impl must be one of .*, got None"),
+])
+def test_an_impl_that_a_cpu_has_not_raises(impl, message):
+    with pytest.raises(ValueError, match=message):
+        choose_route(impl, CPU, torch.float16, 64)
 
 
 def test_every_row_names_functions_that_exist():
@@ -113,9 +117,10 @@ def test_every_row_names_functions_that_exist():
                 assert callable(routing.Pass(row.name, keys, path).load())
 
 
+@gpus
 def test_a_much_slower_fallback_warns_once(monkeypatch, capability):
-    assert choose_route("auto", GPU, torch.float32, 64).slow_fallback.startswith("attention runs in plain torch on a GPU")
-    assert choose_route("torch", GPU, torch.float32, 64).slow_fallback is None, "chosen, not fallen back to"
+    assert route("auto", capability, torch.float32).slow_fallback.startswith("attention runs in plain torch on a GPU")
+    assert route("torch", capability, torch.float32).slow_fallback is None, "chosen, not fallen back to"
     assert choose_route("auto", CPU, torch.float32, 64).slow_fallback is None
     monkeypatch.setattr(notices, "_said", set())
     with pytest.warns(RuntimeWarning, match="plain torch"):
@@ -154,17 +159,14 @@ def test_tensors_without_strides_are_refused(make, which):
         block_sparse_attention(**({name: x for name in "qkv"} | {which: make(x)}), blocks=blocks)
 
 
-def test_a_key_that_nobody_sees_has_no_gradient_whatever_its_value(monkeypatch):
+def test_a_key_that_nobody_sees_has_no_gradient_whatever_its_value():
     """As on a GPU in float32: steps are padded, and an unused row must not multiply infinity by zero."""
-    from ssta.kernels.eager import blocks as eager
-    from ssta.kernels.eager import steps
-
-    monkeypatch.setattr(eager, "steps", steps._padded_steps)
     q, k, v = torch.randn(3, 1, 1, 8, 4).unbind()
     v[0, 0, 0, 0] = -torch.inf
     k.requires_grad_()
     lists = BlockLists.from_mask(torch.tensor([[True, False], [False, True]]), 4, 4, q_lengths=torch.tensor([0, 4], dtype=torch.int32))
-    block_sparse_attention(q, k, v, lists, impl="torch").sum().backward()
+    attend = attention_by(partial(torch_forward, padded=True), partial(torch_backward, padded=True), lists, 0.5)
+    attend(q, k, v)[0].sum().backward()
     assert (k.grad[0, 0, 0] == 0).all()
 
 

@@ -83,7 +83,7 @@ def test_a_whole_model_compiles_and_follows_the_steps(schedule):
         assert graphs.count == known
 
 
-@pytest.mark.parametrize("name", ["wan", "hunyuan_video", "ltx"])
+@pytest.mark.parametrize("name", ["wan", "hunyuan_video"])
 def test_compiled_blocks_are_as_they_were_once_ssta_is_removed(name):
     tiny = TINY[name]
     model, call = tiny.build(), tiny.call()
@@ -158,8 +158,9 @@ def test_a_ramp_compiles_a_block_once_for_each_of_its_values():
 
     model.enable_gradient_checkpointing(frozen_checkpoint)
     with apply_ssta(model, TILES, schedule=NEVER_DENSE) as handle:
-        ramp, both = Ramp(handle, 0.125, 6), teacher_student(model, model)
-        expected = [gradients(step) for step in range(8)]
+        ramp, both = Ramp(handle, 0.25, 2), teacher_student(model, model)
+        assert len(ramp.densities) == 3
+        expected = [gradients(step) for step in range(4)]
         graphs = Graphs()
         model.compile_repeated_blocks(fullgraph=True, backend=graphs)
         seen = []
@@ -168,7 +169,7 @@ def test_a_ramp_compiles_a_block_once_for_each_of_its_values():
                 torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-5)
             seen.append(graphs.count)
         # The teacher, the dense start, and each sparse density in forward and recomputation.
-        assert seen[6] == seen[7] <= 2 + 2 * (len(ramp.densities) - 1)
-        for step in (0, 2, 4, 6):
+        assert seen[2] == seen[3] <= 2 + 2 * (len(ramp.densities) - 1)
+        for step in (0, 1, 2):
             gradients(step)
-        assert graphs.count == seen[7]
+        assert graphs.count == seen[3]

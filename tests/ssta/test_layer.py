@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, 
 from ssta.attention import attend
 from ssta.kernels import Deferred, Projection, Route
 from ssta.kernels.lowering.plans import Planned
-from ssta.kernels.portable import tail_combine
 from ssta.layer import Layer, prepared
 from ssta.spec import LayerSpec, Peers
 from ssta.text import TextMask
@@ -370,22 +370,28 @@ def test_by_kernels_all_steps_are_one_plan(name, recorded):
     assert planned == [name != "threshold"] * 3
 
 
-@pytest.mark.parametrize("name", ["topk", pytest.param("halves", marks=pytest.mark.slow)])
-def test_a_backward_is_one_plan_too(name, monkeypatch):
-    """Of other gradients in turn, with a mask and without: the same bits as step by step. Without a GPU Hopper's kernel is emulated."""
-    if not GPU:
+class Emulated(Route):
+    """A route whose backward is Hopper's in the emulator, on two multiprocessors."""
+
+    planned_backward = True
+
+    def run_backward(self, *of):
         from hopper_emulator import module
 
-        backward = module("backward")
-        monkeypatch.setattr(backward, "multiprocessors", lambda device: 2)
-        monkeypatch.setattr(Route, "planned_backward", True)
-        monkeypatch.setattr(Route, "run_backward", lambda route, *of: backward.hopper_backward(*of))
-        backward._backward.kinds.clear()
+        return module("backward").hopper_backward(*of, processors=2)
+
+
+@pytest.mark.parametrize("name", ["topk", pytest.param("halves", marks=pytest.mark.slow)])
+def test_a_backward_is_one_plan_too(name):
+    """Of other gradients in turn, with a mask and without: the same bits as step by step. Without a GPU Hopper's kernel is emulated."""
     # Hopper's own route wants tiles of more than 64 tokens.
     layout = TokenLayout((VideoGrid(4, 20, 24), DenseRun(5))) if GPU else FEW_TILES
     config = SSTAConfig(**{**BASE, **CONFIGS[name], **(dict(tile_thw=(2, 8, 8)) if GPU else {})})
     q, k, v = inputs(torch.bfloat16 if GPU else torch.float16, 64, layout=layout, key_heads=1)
     whole, steps = (Layer(layer_of(q, k, layout, config, impl="auto" if GPU else "triton").spec._replace(recorded=True)) for _ in range(2))
+    if not GPU:
+        for layer in (whole, steps):
+            layer._route = lambda blocks, of=layer._route: Emulated(**vars(of(blocks)))
     shared = torch.randn_like(q[:, :1]).expand_as(q)
     for mask, dout in ((None, torch.randn_like(q)), (MASK.to(DEVICE), shared), (None, torch.randn_like(q))):
         ran = whole.run(q, k, v, mask)
@@ -408,19 +414,18 @@ def test_tensors_that_hooks_give_back_in_other_strides_have_the_same_gradients(s
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_matrices_of_the_last_heads_come_where_keys_and_values_were(recorded, monkeypatch):
-    """In groups of other sizes: the same bits, and with a tape, on which keys and values stay, what backward needs."""
-    tensors = inputs(torch.float16, 16, layout=FEW_TILES, key_heads=3)
-    of = layer_of(*tensors[:2], FEW_TILES, config_of("estimate"), impl="triton").spec._replace(recorded=recorded)
-    wanted, found = Layer(of), Layer(of)
-    monkeypatch.setattr(tail_combine, "_at_once", lambda *_: (1, 1))
-    monkeypatch.setattr(tail_combine, "_fewer_groups", lambda *_: (1, 1, 2))
+@pytest.mark.parametrize("recorded, width, room", [(False, 8, 0.6), (True, 4, 0.0)])
+def test_matrices_of_the_last_heads_come_where_keys_and_values_were(recorded, width, room):
+    """In groups of other sizes: the same bits, and with a tape, on which keys and values stay, what backward needs. There is room for the
+    matrices of one head, and where keys and values were, which are wide, for those of the last two."""
+    layout, config = TokenLayout((VideoGrid(3, 4, width), DenseRun(5))), dataclasses.replace(config_of("estimate"), tile_thw=(2, 3, width))
+    tensors = inputs(torch.float16, 16, layout=layout, key_heads=3)
+    of = layer_of(*tensors[:2], layout, config, impl="triton").spec._replace(recorded=recorded)
+    found, wanted = Layer(of), Layer(of)
+    for layer, own in ((found, room), (wanted, 1e9)):
+        layer.backend = dataclasses.replace(layer.backend, combine=partial(layer.backend.combine, room=own))
     with torch.no_grad():
-        ran = found.run(*tensors)
-        monkeypatch.undo()
-        monkeypatch.setattr(tail_combine, "MERGE_ROOM", 1e9)
-        expected = wanted.run(*tensors)
+        ran, expected = found.run(*tensors), wanted.run(*tensors)
     products = [sum(hasattr(step, "function") for step in next(iter(layer._whole.kinds.values())).steps) for layer in (found, wanted)]
     assert products[0] - products[1] == (2 if recorded else 1)
     assert torch.equal(ran.out, expected.out)

@@ -1,7 +1,11 @@
 """The yardstick of the kernel tests: float64 truth, and the error that plain torch makes in the same dtype."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
+from ssta.kernels.op import RecordedAttention
 from ssta.kernels.reference import reference_attention, token_mask
 
 # On the error of torch's own attention in the same dtype; the one constant of the rule.
@@ -15,6 +19,23 @@ def attention_with_gradients(attention, q, k, v, dout, dlse):
     finite = lse.isfinite()
     loss = (out * dout.to(out.dtype)).sum(dtype=torch.float64) + torch.where(finite, lse * dlse.to(lse.dtype), 0.0).sum(dtype=torch.float64)
     return out.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v))
+
+
+@dataclass
+class Functions:
+    """In the place of a Route: two functions with what they are given."""
+
+    run: Callable
+    backward: Callable
+
+    def run_backward(self, *arguments):
+        *arguments, _ = arguments
+        return self.backward(*arguments)
+
+
+def attention_by(run, backward, blocks, scale, causal=False):
+    """``attention(q, k, v) -> (out, lse)`` with a gradient, of a forward and a backward."""
+    return lambda q, k, v: RecordedAttention.apply(q, k, v, blocks, scale, causal, True, Functions(run, backward))
 
 
 def eager_attention(q, k, v, blocks, scale, causal):

@@ -16,7 +16,8 @@ from ssta.kernels.tail import BlockEstimates
 @dataclass
 class TailCase:
     """q, k and v in the order of blocks of ``lengths`` tokens, of which the first ``number`` are compensated; ``parts`` as in
-    BlockEstimates. ``kv_lengths``, ``kv_number``: of k and v where they have blocks of their own."""
+    BlockEstimates. ``kv_lengths``, ``kv_number``: of k and v where they have blocks of their own. ``room``: of kernels for matrices, as
+    their steps' own where None."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -26,6 +27,7 @@ class TailCase:
     parts: int
     kv_lengths: list | None = None
     kv_number: int | None = None
+    room: float | None = None
 
     def __post_init__(self):
         if self.kv_lengths is None:
@@ -67,8 +69,13 @@ class TailCase:
         """Whose steps are those of a row of the backend table."""
         return backend_of(row, self.q.dtype, self.q.shape[3])
 
-    def estimate(self, row="triton", q=None):
-        return self.backend(row).estimate(self.q if q is None else q, self.k, self.v, *self.shape, self.scale, self.parts)
+    @property
+    def options(self):
+        """Of the kernels' steps."""
+        return {} if self.room is None else dict(room=self.room)
+
+    def estimate(self, row="triton", **options):
+        return self.backend(row).estimate(self.q, self.k, self.v, *self.shape, self.scale, self.parts, **options, **self.options)
 
     def scores(self, estimates, row="triton"):
         return self.backend(row).error_scores(estimates.mass, estimates.half_variance, estimates.log_count, estimates.parts)
@@ -76,9 +83,13 @@ class TailCase:
     def add(self, out, lse, blocks, estimates, row="triton"):
         """(out, lse, share); what is given stays as it is."""
         out, lse = out.clone(), lse.clone()
-        shares, *_ = self.backend(row).combine(out, lse, self.q, self.k, self.v, *self.shape, blocks.counts, blocks.indices, estimates,
-                                               self.scale, False)
+        shares, *_ = self.combine(out, lse, blocks, estimates, row)
         return out, lse, shares.sum(-1)
+
+    def combine(self, out, lse, blocks, estimates, row="triton", keep=False):
+        """In place of out and lse."""
+        return self.backend(row).combine(out, lse, self.q, self.k, self.v, *self.shape, blocks.counts, blocks.indices, estimates,
+                                         self.scale, keep, **self.options)
 
     def specified_estimates(self, cut=None):
         """In plain torch, of q, k and v in float64; blocks are cut in two as those of the estimates ``cut``, where that is given: of
@@ -151,10 +162,10 @@ class TailCase:
             return (x.float().contiguous().view(torch.int32) & -65536).view(torch.float32).double()
         return x.to(dtype).double()
 
-    def by_block(self, x):
+    def by_block(self, x, of_keys=False):
         """Root mean squares ``[B, H, N]`` of x ``[B, H, P, D]`` in compensated blocks, not counting what is NaN."""
-        cut = eager._Cut(self.shape[0], x.shape[2]).cut(x.nan_to_num(0)).flatten(3)
-        return (cut.square().sum(-1) / (self.offsets.diff()[:self.number].clamp(min=1) * x.shape[3])).sqrt()
+        blocks = eager._Cut(self.shape[of_keys], x.shape[2])
+        return (blocks.cut(x.nan_to_num(0)).flatten(3).square().sum(-1) / (blocks.lengths.clamp(min=1) * x.shape[3])).sqrt()
 
     def units(self, estimates, batch, head):
         """The tokens of each unit of a key/value head."""
@@ -165,9 +176,12 @@ class TailCase:
             for first, last in zip([start, *cuts], [*cuts, end]):
                 yield order[first:last]
 
-    def formulas(self, out, lse, q, k, v, blocks, estimates):
-        """(out, lse), head by head and block by block; h, mass and order are those of ``estimates``, means and covariances are not."""
-        outs, lses, scale = out.clone(), lse.clone(), self.scale
+    def formulas(self, out, lse, q, k, v, blocks, estimates, held=lambda x, *_: x):
+        """(out, lse), head by head and block by block; h, mass and order are those of ``estimates``, means and covariances are not.
+        ``held(x, dtype, of_gradient)``: x as kernels hold it and its gradient, None where that is float32."""
+        outs, lses, scale, dtype = out.clone(), lse.clone(), self.scale, self.q.dtype
+        # What second moments, which are bfloat16, are multiplied with.
+        moment = torch.float32 if dtype == torch.float32 else torch.bfloat16
         bounds, kept = self.offsets.tolist(), blocks.to_mask().expand(*q.shape[:2], -1, -1)
         for b, head in np.ndindex(*q.shape[:2]):
             kv_head = head * k.shape[1] // q.shape[1]
@@ -175,8 +189,9 @@ class TailCase:
             keys, values = k[b, kv_head], v[b, kv_head]
             tokens = [t if good else t[:0] for t, good in zip(self.units(estimates, b, kv_head), sound)]
             means = [(keys[t].mean(0), values[t].mean(0)) if len(t) else (keys[0] * 0, values[0] * 0) for t in tokens]
-            k_means, v_means = (torch.stack(x) for x in zip(*means))
-            covariances = torch.stack([(keys[t] - km).T @ (values[t] - vm) / max(len(t), 1) for t, (km, vm) in zip(tokens, means)])
+            k_means, v_means = (held(torch.stack(x), dtype, None) for x in zip(*means))
+            spreads = [(held(keys[t] - km, moment, None), held(values[t] - vm, moment, None)) for t, (km, vm) in zip(tokens, means)]
+            covariances = held(torch.stack([k.T @ v / max(len(k), 1) for k, v in spreads]), torch.bfloat16, torch.bfloat16)
             counts = torch.tensor([float(len(t)) for t in tokens], device=q.device, dtype=q.dtype)
             for block in range(self.number):
                 rows = slice(bounds[block], bounds[block + 1])
@@ -184,16 +199,30 @@ class TailCase:
                 if not estimates.useful[b, head] or not left.any() or rows.start == rows.stop:
                     continue
                 h, mass = (x[b, head, block, left].to(q.dtype) for x in (estimates.half_variance, estimates.mass))
-                logits = scale * q[b, head, rows] @ k_means[left].T + counts[left].log() + h.clamp(max=1)
+                logits = held(scale * q[b, head, rows] @ k_means[left].T + counts[left].log() + h.clamp(max=1), None, dtype)
                 # bfloat16 may round all of a row's mass to 0.
-                mixture = mass / mass.sum().clamp(min=1e-30) * h.clamp(min=1).rsqrt()
-                matrix = torch.einsum("u, uij -> ij", mixture, covariances[left])
-                tail = logits.softmax(1) @ v_means[left] + scale * q[b, head, rows] @ matrix
+                mixture = held(mass / mass.sum().clamp(min=1e-30) * h.clamp(min=1).rsqrt(), torch.bfloat16, None)
+                matrix = held(torch.einsum("u, uij -> ij", mixture, covariances[left]), torch.bfloat16, torch.bfloat16)
+                tail = held(logits.softmax(1), dtype, None) @ v_means[left]
+                tail = tail + scale * held(q[b, head, rows], moment, None) @ matrix
                 both = torch.stack((lse[b, head, rows], logits.logsumexp(1)))
                 exact, of_tail = both.softmax(0)[..., None]
                 outs[b, head, rows] = exact * out[b, head, rows] + of_tail * tail
                 lses[b, head, rows] = both.logsumexp(0)
         return outs, lses
+
+
+class Held(torch.autograd.Function):
+    """Of a case x in float64, rounded to a dtype, and its gradient, to another; None: as it is."""
+
+    @staticmethod
+    def forward(ctx, of, x, dtype, of_gradient):
+        ctx.of, ctx.to = of, of_gradient
+        return x.clone() if dtype is None else of.rounded(x, dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient if ctx.to is None else ctx.of.rounded(gradient, ctx.to), None, None
 
 
 def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1, dtype=torch.float16, device="cpu", spread=1.0,
