@@ -22,7 +22,7 @@ from .world import in_graph, recorded
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-# Up to so many bytes of a rank's queries q, k and v go together: they are on their way for no longer than the host needs for one exchange
+# Up to so many bytes of queries a rank q, k and v go together: they are on their way for no longer than the host needs for one exchange
 # (benchmark/NOTES.md).
 TOGETHER = 16 * 2**20
 
@@ -66,7 +66,9 @@ class Shards(Shares):
                 arriving = query.wait(), key.wait(), value.wait()
         else:
             plain = not (spec.recorded or in_graph(*arriving))
-            if plain and query.numel() * query.element_size() > TOGETHER:
+            # What ranks hold may differ, and all of them must do the same.
+            bytes_a_rank = query.shape[0] * spec.heads * self.length * spec.head_dim * query.element_size() / self.ranks
+            if plain and bytes_a_rank > TOGETHER:
                 # Each is packed while the one before it is on its way, and v and k are brought into tiles while q is.
                 value, key = self._send((value,), (kv_deal,)), self._send((key,), (kv_deal,))
                 arriving = self._send((query,), (q_deal,)), key, value
