@@ -13,6 +13,8 @@ from ssta.kernels import Deferred, Projection, RMSNorm
 from ssta.kernels.prologue.norm_rope_kernel import token_rstd
 from ssta.ranks import Run, Shards, check_ranks, deal, exchange
 from ssta.ranks.agreement import told
+from ssta.ranks.shards import TOGETHER
+from ssta.spec import LayerSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -71,6 +73,21 @@ class Still:
 
     def wait(self):
         return self.into
+
+
+@pytest.mark.parametrize("more, exchanges", [(-1, 1), (1, 3)])
+def test_all_ranks_send_queries_keys_and_values_alike(monkeypatch, more, exchanges):
+    """Together or one by one, as the whole sequence says, also where the shares of ranks lie to either side of the limit."""
+    monkeypatch.setattr(exchange, "Collective", Still)
+    tokens = 2 * TOGETHER // (2 * 64 * 4) + more
+    layout = TokenLayout((VideoGrid(1, 1, tokens),))
+    config = SSTAConfig(tile_thw=(1, 1, 64), topk=2)
+    spec = LayerSpec(layout, layout, config, 1.0, torch.float32, torch.device("cpu"), 2, 2, 64, "auto", True, False)
+    assert len({shards(2, rank, layout).local_length for rank in range(2)}) == 2
+    for rank in range(2):
+        held, Still.sent = shards(2, rank, layout), []
+        held.exchange(*torch.zeros(3, 1, 2, held.local_length, 64), spec, lambda step: None)
+        assert len(Still.sent) == exchanges
 
 
 def projections(shards, batch, heads, dim, across_heads, dtype=torch.float16):
