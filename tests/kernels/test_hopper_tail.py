@@ -70,7 +70,8 @@ def by_block(x, bounds):
 
 def assert_as_exact(of, results):
     """In no block an error of more than twice that of plain torch with weights and out in bfloat16 and the rest in float32, and half a unit
-    in the last place of out, or 16 roundings of float32; of a share they are those of the logarithms that it is the exponential of."""
+    in the last place of out, or 16 roundings of float32; of a share they are those of the logarithms that it is the exponential of. And
+    over all blocks out is no multiple of what it should be: roundings have no direction."""
     bounds, plain, right = of["offsets"].tolist(), expected(of, torch.float32, lambda x: x.bfloat16().float()), expected(of)
     logarithms = 16 * 2**-23 * max(1, float(right[2].nan_to_num(0, 0, 0).abs().max()))
     for name, got, truth, reference, rounding in zip(
@@ -79,6 +80,14 @@ def assert_as_exact(of, results):
         error, allowed, size = (by_block(x, bounds if name != "shares" else [*range(len(bounds))])
                                 for x in (got.double() - truth, reference.double() - truth, truth))
         no_worse(name, error, allowed, rounding * torch.maximum(size, size.mean()))
+    longer, plain_longer = (times_longer(x[0].double(), right[0]) for x in (results, plain))
+    assert abs(longer) <= 2 * abs(plain_longer) + 2**-10, f"out is {longer:.2%} longer than it should be"
+
+
+def times_longer(got, truth):
+    """By how many times itself ``truth`` is exceeded, where it is finite."""
+    got, truth = (x.where(truth.isfinite(), 0.0) for x in (got, truth))
+    return float(((got - truth) * truth).sum() / truth.square().sum())
 
 
 def assert_right(compute, of):
