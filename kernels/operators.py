@@ -103,7 +103,7 @@ def differentiated_once(backward: CustomOpDef, name: str) -> None:
 def _no_second_derivative(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name} and what is built on it must be differentiated at most once, got a gradient of their gradient. Take the first gradient "
-        "without create_graph where it may be a constant. Second derivatives of attention has block_sparse_attention(impl='reference').")
+        "without create_graph where it may be a constant. block_sparse_attention(impl='reference') has second derivatives.")
 
 
 def differentiate_by(backward: CustomOpDef, operator: CustomOpDef, name: str) -> None:

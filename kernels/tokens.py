@@ -43,10 +43,10 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
     scale = resolve_scale(scale, q.shape[-1])
     impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
     refuse_transforms("token_attention", q=q, k=k, v=v)
-    inverse = None
-    if impl == "triton" and recorded(q, k, v):
+    inverse, wanted = None, recorded(q, k, v)
+    if impl == "triton" and wanted:
         inverse = lists.invert()
-    elif not (recorded(q, k, v) or watched(q, k, v)):
+    elif not (wanted or watched(q, k, v)):
         # The operator would cost more than a step of decoding.
         return _run(q, k, v, lists, scale, impl)
     keys = (None,) * 5 if inverse is None else (inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts, inverse.counts)

@@ -61,11 +61,7 @@ def _like_importance(q: Tensor, k: Tensor, *_) -> Tensor:
 
 @operator("importance", _like_importance)
 def importance(q: Tensor, k: Tensor, lse: Tensor, firsts: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """float32 ``[Hkv, T, R]`` of q ``[T, Hq, D]``, k ``[R, Hkv, D]`` and lse float32 ``[T, Hq]``, contiguous.
-
-    A token's entries ``firsts`` up to ``firsts + seen``, int64 ``[T]`` both, are the sums over its group of exp(scale * score - lse); the
-    others may be anything.
-    """
+    """See ``tokens.importance``."""
     out = _like_importance(q, k)
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]

@@ -58,6 +58,7 @@ class Incoming:
                     first, into = shards.rank * self._own[0], self._into(place)
                     deferred.part(place.local, place.length, slice(first, first + self._own[0])).write(into.permute(1, 2, 0, 3))
                 else:
+                    # A tensor that has no more heads than one rank is dealt gives all of them to every rank, from its first one on.
                     own = [x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]) % x.shape[1], counts[shards.rank])
                            for x, counts in zip(tensors, deals)]
                     out = None if self._buffer is None else self._into(place)
@@ -180,8 +181,7 @@ def _return_packets(shards: Shards, packets: Tensor, deals: Deals, places: Seque
     tokens = counts[rank]
     # From each rank this one's tokens, of the other's heads.
     comes, goes = [tokens * batch * total * dim for total in totals], [count * batch * width * dim for count in counts]
-    received = Collective(shards.group, packets.reshape(-1), comes, goes, graph).wait().view(-1, dim)
-    received, = (received,) if graph else _in_words(received)
+    received, = _in_words(Collective(shards.group, packets.reshape(-1), comes, goes, graph).wait().view(-1, dim), graph=graph)
     if _even(deals):
         own = [counts[0] for counts in deals]
         by_rank = received.view(shards.ranks, tokens, batch, width, received.shape[1])
@@ -191,11 +191,14 @@ def _return_packets(shards: Shards, packets: Tensor, deals: Deals, places: Seque
         parts = [part.view(tokens, batch, total, received.shape[1]).split([own[of] for own in deals], 2)
                  for of, (part, total) in enumerate(zip(received.split([count // dim for count in comes]), totals))]
         outs = [torch.cat([part[number].transpose(0, 1) for part in parts], 2) for number in range(len(deals))]
-    return outs if graph else [out.view(packets.dtype) for out in outs]
+    return [out.view(packets.dtype) for out in outs]
 
 
-def _in_words(*xs: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of one dtype seen as words of 16 bytes where all can be: a copy in pieces then moves as much at once. Not for a graph."""
+def _in_words(*xs: Tensor, graph: bool) -> tuple[Tensor, ...]:
+    """Tensors of one dtype seen as words of 16 bytes where all can be: a copy in pieces then moves as much at once. In a graph as they are.
+    """
+    if graph:
+        return xs
     per_word = 16 // xs[0].element_size()
     for x in xs:
         *strides, last = x.stride()
@@ -238,11 +241,11 @@ def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int, graph:
     tensor that has no more than one rank is dealt."""
     ranks, batch = len(deals[0]), xs[0].shape[0]
     if _even(deals):
-        own, words = [counts[0] for counts in deals], xs if graph else _in_words(*xs)
+        own, words = [counts[0] for counts in deals], _in_words(*xs, graph=graph)
         packets = words[0].new_empty(ranks, tokens, batch, sum(own), words[0].shape[3])
         for x, into in zip(words, packets.split(own, 3) if len(own) > 1 else (packets,)):
             into.copy_(_for_ranks(_some(x, first, tokens), ranks, into.shape[3]))
-        return (packets if graph else packets.view(xs[0].dtype)).view(-1)
+        return packets.view(xs[0].dtype).view(-1)
     dealt = [_some(x, first, tokens).permute(2, 0, 1, 3).split(counts, 2) for x, counts in zip(xs, deals)]
     return torch.cat([torch.cat([parts[to] for parts in dealt], 2).flatten() for to in range(ranks)])
 

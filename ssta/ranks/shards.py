@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # (benchmark/NOTES.md).
 TOGETHER = 16 * 2**20
 
+
 @dataclass(frozen=True)
 class Shards(Shares):
     """How the ranks of a group share one sequence of S tokens out. Made by ``Shards.of``. Lengths are known on the host, so no collective

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,7 +26,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Shares:
+class Shares(ABC):
     """How ranks share one sequence of S tokens out: ``Shards``, and ``Rings`` beyond the heads.
 
     Attributes:
@@ -50,9 +51,9 @@ class Shares:
             object.__setattr__(self, name, value)
 
     @property
+    @abstractmethod
     def groups(self) -> tuple[ProcessGroup, ...]:
         """The ranks, by the dimensions of their mesh, the last one first."""
-        raise NotImplementedError
 
     @property
     def head_ranks(self) -> int:
@@ -64,13 +65,13 @@ class Shares:
         """All that a rank's share follows from."""
         return self.runs, self.ranks, self.rank, self.head_ranks
 
+    @abstractmethod
     def start(self, *xs: Tensor | Deferred, key_heads: int | None = None) -> Sent:
         """This rank's ``[B, H, S_r, D]``, on their way."""
-        raise NotImplementedError
 
+    @abstractmethod
     def exchange(self, query: Any, key: Any, value: Any, spec: LayerSpec, note: Callable[[str], object]) -> Exchange:
         """``exchanged`` of ranks that agree."""
-        raise NotImplementedError
 
     def exchanged(self, query: Any, key: Any, value: Any, spec: LayerSpec, text_mask: object, note: Callable[[str], object]) -> Exchange:
         """q, k and v for a layer of one process, and the way back, once the ranks agree on what they attend to.
