@@ -14,7 +14,7 @@ from measure import NO_TIMES, elapsed_ms, now, quartiles
 from rows import STAGES
 
 from ssta.layer import Layer
-from ssta.ranks.exchange import Exchange
+from ssta.ranks.around import Around, Coming, Exchange
 from ssta.ranks.rings import Rings
 from ssta.ranks.shards import Shards
 from ssta.ranks.shares import Sent
@@ -30,8 +30,8 @@ FUNCTIONS = {
     "attend": ((Layer, Layer.attend),),
     "combine": ((Layer, Layer.combine),),
     "untile": ((Layer, Layer.take),),
-    "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange), (Sent, Sent.wait)),
-    "exchange out": ((Exchange, Exchange.back),)}
+    "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange), (Around, Around.enter), (Coming, Coming.wait), (Sent, Sent.wait)),
+    "exchange out": ((Exchange, Exchange.back), (Around, Around.leave))}
 
 
 class Stopwatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -58,8 +59,8 @@ def attend(
     # Held here by nobody, what arrived is gone once the layer has read it.
     del query, key, value
     world = world_of(*exchange.arriving, text_mask)
-    result = run_layer(*exchange.take(), exchange.spec, world, text_mask, selection)
-    note("attended")
+    result = run_layer(*exchange.take(), exchange.spec, world, text_mask, selection, layers=partial(layer_of, around=exchange.around),
+                       note=note)
     result.out = exchange.back(result.out)
     return result
 

@@ -23,6 +23,7 @@ from .text import TextMask
 if TYPE_CHECKING:
     from .kernels.lowering.plans import Plan, Planned, Plans
     from .kernels.tail import BlockEstimates, KeyStatistics
+    from .ranks.around import Around, Coming
     from .ranks.shares import Sent
 
 
@@ -68,11 +69,12 @@ class Layer:
 
     Args:
         spec: what it is.
+        around: on ranks, what it exchanges before its first step and after its last.
     """
 
-    def __init__(self, spec: LayerSpec) -> None:
+    def __init__(self, spec: LayerSpec, around: Around | None = None) -> None:
         config, device = spec.config, spec.device
-        self.spec = spec
+        self.spec, self.around = spec, around
         self.tiles = checked_layout(spec.layout, config.tile_thw, config.pad_type, device)
         self.kv_tiles = self.tiles if spec.kv_layout == spec.layout else checked_layout(
             spec.kv_layout, config.tile_thw, config.pad_type, device)
@@ -99,26 +101,28 @@ class Layer:
             self._whole, self._whole_backward = self.backend.plans(self._write), self.backend.plans(self._write_backward)
 
     def run(self, q: Input | Sent | Tiled, k: Input | Sent | None = None, v: Input | Sent | None = None,
-            text_mask: TextMask | Tensor | None = None, selection: Selection | None = None, *, apart: bool = False
-            ) -> LayerResult:
+            text_mask: TextMask | Tensor | None = None, selection: Selection | None = None, *, apart: bool = False,
+            note: Callable[[str], object] = lambda step: None) -> LayerResult:
         """Attention over the layer's sequences.
 
         Args:
             q: ``[B, H, S, D]`` in the order of the layout; k, v: ``[B, Hkv, S', D]`` in that of kv_layout. Or all three as other ranks
-                sent them, or as one Tiled.
+                sent them, or as one Tiled. Of a layer that exchanges, a rank's share of all heads, or what was sent of it.
             text_mask: of the keys' dense runs, checked.
             selection: attend to what an earlier run selected, instead of selecting.
             apart: everything that is given has memory of its own, as an operator must have it.
+            note: of a layer that exchanges, as ``attention.attend`` takes it.
         """
         left = self.left(text_mask) if isinstance(text_mask, TextMask) else None
         special = apart or selection is not None or isinstance(q, (Tiled, Deferred))
         if self._whole is not None and not special:
-            ran = self._planned(q, k, v, text_mask if isinstance(text_mask, Tensor) else None, left)
+            ran = self._planned(q, k, v, text_mask if isinstance(text_mask, Tensor) else None, left, note)
             if ran is not None:
                 return ran
-        return self._steps(q, k, v, self.left(text_mask) if left is None else left, selection)
+        return self._all_steps(None, q, k, v, self.left(text_mask) if left is None else left, selection, note)
 
-    def _planned(self, q: Any, k: Any, v: Any, text_mask: Tensor | None, left: Left | None) -> LayerResult | None:
+    def _planned(self, q: Any, k: Any, v: Any, text_mask: Tensor | None, left: Left | None, note: Callable[[str], object]
+                 ) -> LayerResult | None:
         """The run as one plan; None where that is not possible, as of a scorer that is computed by torch."""
         qkv: tuple[Any, ...] = q, k, v
         waits: tuple[Callable[[], object], ...] = ()
@@ -133,7 +137,7 @@ class Layer:
         planned = self._whole.planned((*qkv, text_mask), left or (None, None))
         if isinstance(planned, Unplanned):
             return None
-        held: list[Any] = planned.run(inputs, waits)
+        held: list[Any] = planned.run(inputs, waits, note)
         out = planned.result(held, 0)
         if not self.spec.recorded:
             # Nobody asks for the inputs again.
@@ -145,7 +149,7 @@ class Layer:
         q, k, v, *sent, text_mask = xs
         if sent:
             q, k, v = map(plan.arriving, (q, k, v), sent)
-        ran = self._steps(q, k, v, self.left(text_mask) if text_mask is not None else Left(*left))
+        ran = self._all_steps(plan, q, k, v, self.left(text_mask) if text_mask is not None else Left(*left), None, plan.tell)
         plan.results.append(ran.out)
         # A tape goes with the backward, and what is known of a selection may stay.
         plan.keep(*ran.held[:_KNOWN])
@@ -164,15 +168,25 @@ class Layer:
         mass = None if shares is None else ExactMass(shares, counts, useful, self.kv_tiles.num_tiles)
         return Found(selection, mass, Tape._make(tape) if tape else None)
 
+    def _all_steps(self, plan: Plan | None, q: Input | Sent | Tiled, k: Input | Sent | None, v: Input | Sent | None, left: Left,
+                   selection: Selection | None, note: Callable[[str], object]) -> LayerResult:
+        """The steps, and on ranks the exchanges around them; now, or written into ``plan``."""
+        if self.around is None:
+            return self._steps(q, k, v, left, selection, note)
+        ran = self._steps(*self.around.enter(plan, q, k, v, note), left, selection, note)
+        note("attended")
+        ran.out = self.around.leave(plan, ran.out)
+        return ran
+
     @torch.no_grad()
-    def _steps(self, q: Input | Sent | Tiled, k: Input | Sent | None, v: Input | Sent | None, left: Left,
-               selection: Selection | None = None) -> LayerResult:
+    def _steps(self, q: Input | Sent | Coming | Tiled, k: Input | Sent | Coming | None, v: Input | Sent | Coming | None, left: Left,
+               selection: Selection | None, note: Callable[[str], object]) -> LayerResult:
         """All steps, one after the other. Nobody else has what they make, so that it is gone once it is read."""
         if isinstance(q, Tiled):
             tiled = q
         else:
             assert k is not None and v is not None, "a Tiled has all three"
-            tiled = self.gather(q, k, v)
+            tiled = self.gather(q, k, v, note)
         del q, k, v
         means = self.means(tiled)
         # Estimates of the video tiles that will not be computed; None where these are dropped.
@@ -198,21 +212,30 @@ class Layer:
 
     # The steps
 
-    def gather(self, q: Input | Sent, k: Input | Sent, v: Input | Sent) -> Tiled:
-        """Tokens into tiles."""
+    def gather(self, q: Input | Sent | Coming, k: Input | Sent | Coming, v: Input | Sent | Coming,
+               note: Callable[[str], object] = lambda step: None) -> Tiled:
+        """Tokens into tiles. note: called with "arrived" where they were on their way."""
         if isinstance(q, Deferred) and (not self.moves or self.backend.by_torch("gather")):
             q, k, v = (x.materialize() if isinstance(x, Deferred) else x for x in (q, k, v))
-        if not self.moves:
-            return Tiled._make([*[x.wait() if hasattr(x, "wait") else x for x in (q, k, v)], None, None, None])
         if hasattr(q, "wait"):
-            return self._gather_arriving(q, k, v)
+            return self._gather_arriving(q, k, v, note)
+        if not self.moves:
+            return Tiled._make([q, k, v, None, None, None])
         return Tiled(*self.backend.gather(q, k, v, self.tiles.move, self.kv_tiles.move))
 
-    def _gather_arriving(self, q, k, v) -> Tiled:
+    def _gather_arriving(self, q: Any, k: Any, v: Any, note: Callable[[str], object]) -> Tiled:
         """The same of what other ranks send: each is moved while those after it are on their way."""
-        v_out = self.backend.take(v.wait(), self.kv_tiles.source)
-        k_out, k_means = self.backend.gather_one(k.wait(), self.kv_tiles.move)
-        q_out, q_means = self.backend.gather_one(q.wait(), self.tiles.move)
+        k_means = q_means = None
+        v_out = v.wait()
+        if self.moves:
+            v_out = self.backend.take(v_out, self.kv_tiles.source)
+        k_out = k.wait()
+        if self.moves:
+            k_out, k_means = self.backend.gather_one(k_out, self.kv_tiles.move)
+        q_out = q.wait()
+        note("arrived")
+        if self.moves:
+            q_out, q_means = self.backend.gather_one(q_out, self.tiles.move)
         return Tiled(q_out, k_out, v_out, q_means, k_means)
 
     def means(self, tiled: Tiled) -> tuple[Tensor, ...]:
@@ -344,6 +367,6 @@ class Layer:
 
 
 @remember(64)
-def prepared(spec: LayerSpec) -> Layer:
+def prepared(spec: LayerSpec, around: Around | None = None) -> Layer:
     """The layer of a spec; the 64 used last are remembered."""
-    return Layer(spec)
+    return Layer(spec, around)

@@ -63,8 +63,22 @@ class Constant(NamedTuple):
         return -1, self.x.data_ptr()
 
 
-# Takes a call's stream, the addresses and the tensors of its ByAddress, all its tensors, and what it has to wait for.
-AddressStep = Callable[[int, list[int], list[Tensor], list[Tensor], Sequence[Callable[[], object]]], object]
+class HostSide(NamedTuple):
+    """What the host of one call has to do between launches.
+
+    Attributes:
+        waits: of each input that arrives, in the order of ``Plan.arriving``, what waits for it.
+        tell: takes the words of ``Plan.tell``.
+        started: what waits for each function that ``Plan.start`` has written down and that was called, by its number.
+    """
+
+    waits: Sequence[Callable[[], object]]
+    tell: Callable[[str], object]
+    started: dict[int, Callable[[], object]]
+
+
+# Takes a call's stream, the addresses and the tensors of its ByAddress, all its tensors, and its host's side.
+AddressStep = Callable[[int, list[int], list[Tensor], list[Tensor], HostSide], object]
 
 
 class ByAddress:
@@ -80,7 +94,7 @@ class ByAddress:
         self._tensors: dict[TensorPlace | Constant | None, int] = {}
 
     @classmethod
-    def of(cls, steps: Sequence[Launch | TorchCall | Wait], compiled: Sequence[Any]) -> ByAddress | None:
+    def of(cls, steps: Sequence[Step], compiled: Sequence[Any]) -> ByAddress | None:
         """``compiled``: what each has given ``with_tensors``. None unless all kernels are launched directly."""
         found = cls()
         for step, kernel in zip(steps, compiled):
@@ -88,8 +102,7 @@ class ByAddress:
             if by_address is None:
                 return None
             found.steps.append(by_address)
-            # A step without tensors is done by the host: it waits, or looks at what the device has told it.
-            found.recordable.append(bool(step.places()))
+            found.recordable.append(step.recordable)
         return found
 
     def addresses_of(self, places: Sequence[TensorPlace | Constant | None]) -> Callable[[list[int]], tuple]:
@@ -101,13 +114,13 @@ class ByAddress:
         """Picks the places' tensors."""
         return _picker([self._tensors.setdefault(place, len(self._tensors)) for place in places])
 
-    def __call__(self, stream: int, bases: list[Tensor], begins: list[int], waits: Sequence[Callable[[], object]] = ()) -> None:
+    def __call__(self, stream: int, bases: list[Tensor], begins: list[int], host: HostSide) -> None:
         # A graph that is being captured takes launches, but no graph.
         many = len(self.steps) >= LEAST and not captured()
         known = self.replays.of((stream, *begins), lambda: self._recorded(stream, bases, begins)) if many else None
         found = self._found(bases, begins) if known is None else ([], [])
         for step in known or self.steps:
-            step(stream, *found, bases, waits)
+            step(stream, *found, bases, host)
 
     def _found(self, bases: list[Tensor], begins: Sequence[int]) -> tuple[list[int], list[Any]]:
         """What steps take theirs from: addresses and tensors."""
@@ -117,12 +130,12 @@ class ByAddress:
 
     def _recorded(self, stream: int, bases: list[Tensor], begins: Sequence[int]) -> list[AddressStep]:
         """The steps with graphs in place of what the device runs, of tensors that lie here."""
-        found = self._found(bases, begins)
+        found, nothing = self._found(bases, begins), HostSide((), lambda word: None, {})
         steps: list[AddressStep] = []
 
         def run(some: list[AddressStep], own: int) -> None:
             for step in some:
-                step(own, *found, bases, ())
+                step(own, *found, bases, nothing)
 
         for recordable, pairs in groupby(zip(self.steps, self.recordable), itemgetter(1)):
             some = [step for step, _ in pairs]
@@ -155,6 +168,11 @@ class Launch(NamedTuple):
     constants: dict
     options: dict
 
+    @property
+    def recordable(self) -> bool:
+        """Whether a graph can do it in its place; so below."""
+        return True
+
     def places(self) -> list[TensorPlace | Constant | None]:
         return [*[None if spot is None else spot.place for spot in self.spots], *self.where]
 
@@ -163,7 +181,7 @@ class Launch(NamedTuple):
         return self._replace(spots=[None if spot is None else spot._replace(place=final(spot.place)) for spot in self.spots],
                              where=[final(place) for place in self.where])
 
-    def with_tensors(self, bases: list[Tensor], waits: Sequence[Callable[[], object]]) -> Any:
+    def with_tensors(self, bases: list[Tensor], host: HostSide) -> Any:
         """What Triton has compiled for that, which is the same wherever tensors lie as much aligned."""
         descriptors = [None if spot is None else spot.make(spot.place.of(bases)) for spot in self.spots]
         tensors = [None if place is None else place.of(bases) for place in self.where]
@@ -178,7 +196,7 @@ class Launch(NamedTuple):
         rest, pointers = (*self.numbers, *self.constants.values()), call.addresses_of(self.where)
         described = self._described(direct, call) if self.spots else None
 
-        def run(stream: int, addresses: list[int], tensors: list[Tensor], bases: list[Tensor], waits: Sequence) -> None:
+        def run(stream: int, addresses: list[int], tensors: list[Tensor], bases: list[Tensor], host: HostSide) -> None:
             descriptors = described(addresses, bases) if described else ()
             if flat:
                 launch(*grid, stream, *settled, *descriptors, *pointers(addresses), *rest)
@@ -219,38 +237,53 @@ class TorchCall(NamedTuple):
     function: Callable[..., Any]
     where: list[TensorPlace | Constant | None]
 
+    @property
+    def recordable(self) -> bool:
+        """Without tensors it looks at what the device has told the host."""
+        return bool(self.where)
+
     def places(self) -> list[TensorPlace | Constant | None]:
         return self.where
 
     def moved(self, final: Callable) -> TorchCall:
         return self._replace(where=[final(place) for place in self.where])
 
-    def with_tensors(self, bases: list[Tensor], waits: Sequence[Callable[[], object]]) -> None:
+    def with_tensors(self, bases: list[Tensor], host: HostSide) -> None:
         self.function(*[None if place is None else place.of(bases) for place in self.where])
 
     def by_address(self, call: ByAddress, compiled: Any) -> AddressStep:
         function, arguments = self.function, call.tensors_of(self.where)
-        return lambda stream, addresses, tensors, bases, waits: function(*arguments(tensors))
+        return lambda stream, addresses, tensors, bases, host: function(*arguments(tensors))
 
 
-class Wait(NamedTuple):
-    """That an input has arrived, which was on its way when the call began.
+class HostCall(NamedTuple):
+    """What the host does between launches, which is no part of a graph.
 
     Attributes:
-        number: of all inputs that arrive.
+        function: takes the host's side of a call, and the tensors.
+        where: the tensors that it takes.
+        kept: those that others use until then.
     """
 
-    number: int
+    function: Callable[..., object]
+    where: Sequence[TensorPlace | Constant | None] = ()
+    kept: Sequence[TensorPlace | Constant | None] = ()
+
+    @property
+    def recordable(self) -> bool:
+        return False
 
     def places(self) -> list[TensorPlace | Constant | None]:
-        return []
+        return [*self.where, *self.kept]
 
-    def moved(self, final: Callable) -> Wait:
-        return self
+    def moved(self, final: Callable) -> HostCall:
+        return self._replace(where=[final(place) for place in self.where], kept=[final(place) for place in self.kept])
 
-    def with_tensors(self, bases: list[Tensor], waits: Sequence[Callable[[], object]]) -> None:
-        waits[self.number]()
+    def with_tensors(self, bases: list[Tensor], host: HostSide) -> None:
+        self.function(host, *[None if place is None else place.of(bases) for place in self.where])
 
     def by_address(self, call: ByAddress, compiled: Any) -> AddressStep:
-        number = self.number
-        return lambda stream, addresses, tensors, bases, waits: waits[number]()
+        return lambda stream, addresses, tensors, bases, host: self.with_tensors(bases, host)
+
+
+Step = Launch | TorchCall | HostCall

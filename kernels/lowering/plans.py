@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memo import Kept, Unplanned, captured
-from .by_address import ByAddress, Constant, Launch, Spot, TensorPlace, TorchCall, Wait
+from .by_address import ByAddress, Constant, HostCall, HostSide, Launch, Spot, Step, TensorPlace, TorchCall
 from .quick_launch import KINDS_KEPT, Tiles, aligned, current_stream, hooked
 from .rooms import ALIGNMENT, Room, Span, shared
 
@@ -40,27 +40,43 @@ class Plan:
         self.device = device
         self.results: list[Tensor] = []
         self.kept: list[tuple[Tensor | None, ...]] = []
-        self.steps: list[Launch | TorchCall | Wait] = []
+        self.steps: list[Step] = []
         # All that is known, by storage; the tensors are held, so that no other storage has the same number.
         self._numbers: dict[int, int] = {}
         self._tensors: list[Tensor] = []
         # Inputs that are a call's own, and the last step that still needs them as they are; None = as its code says.
         self._own: dict[int, int | None] = {}
-        self._waits = 0
+        self._waits = self._starts = 0
         self.inputs = [self._known(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")) for x in inputs]
 
     def arriving(self, x: Tensor, sent: Tensor | None) -> Arriving:
         """The input x, which is on its way when a call begins, while the input ``sent`` goes the other way. Both are a call's own: what is
         made after the last use of x may lie there, and where ``sent`` is once x has arrived."""
-        self._own[self._number(x)], self._waits = None, self._waits + 1
+        self._own[self._number(x)], number, self._waits = None, self._waits, self._waits + 1
         if sent is not None:
             self._own[self._number(sent)] = len(self.steps)
-        return Arriving(x, partial(self._wait, Wait(self._waits - 1), sent))
+        return Arriving(x, partial(self._wait, number, sent))
 
-    def _wait(self, wait: Wait, sent: Tensor | None) -> None:
+    def _wait(self, number: int, sent: Tensor | None) -> None:
         if sent is not None:
             self._own[self._number(sent)] = len(self.steps)
-        self.steps.append(wait)
+        self.steps.append(HostCall(lambda host: host.waits[number]()))
+
+    def start(self, function: Callable[..., Callable[[], object]], *tensors: Tensor) -> Callable[[], None]:
+        """A function that the host calls with ``tensors`` between launches, such as a collective, and which gives what waits for its work.
+        Returns what writes down that a call waits for it; the tensors are the work's until then."""
+        number, places = self._starts, [self._place(x) for x in tensors]
+        self._starts += 1
+
+        def begin(host: HostSide, *xs: Tensor) -> None:
+            host.started[number] = function(*xs)
+
+        self.steps.append(HostCall(begin, places))
+        return lambda: self.steps.append(HostCall(lambda host: host.started.pop(number)(), kept=places))
+
+    def tell(self, word: str) -> None:
+        """``word`` to the call's ``tell``, once all before it is launched."""
+        self.steps.append(HostCall(lambda host: host.tell(word)))
 
     def result(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A tensor that the step returns, in the order of these."""
@@ -264,18 +280,19 @@ class Planned:
         """The results, on the current device and stream."""
         return self.run(inputs)[self._inputs:self._inputs + len(self.results)]
 
-    def run(self, inputs: Sequence[Tensor], waits: Sequence[Callable[[], object]] = ()) -> list[Tensor]:
+    def run(self, inputs: Sequence[Tensor], waits: Sequence[Callable[[], object]] = (), tell: Callable[[str], object] = lambda word: None
+            ) -> list[Tensor]:
         """Inputs, results, and the memories of what is kept, in which ``kept`` has its places.
 
         Args:
-            waits: of each input that arrives, in the order of ``Plan.arriving``, what waits for it.
+            waits, tell: as ``HostSide`` has them.
         """
         bases = self.memory(inputs)
-        begins = [x.data_ptr() for x in bases]
+        begins, host = [x.data_ptr() for x in bases], HostSide(waits, tell, {})
         if self.by_address is None or not aligned(begins) or hooked():
-            self._with_tensors(bases, aligned(begins), waits)
+            self._with_tensors(bases, aligned(begins), host)
         else:
-            self.by_address(current_stream(self.device), bases, begins, waits)
+            self.by_address(current_stream(self.device), bases, begins, host)
         return bases[:self._stay]
 
     def as_run(self, held: Sequence[Tensor]) -> list[Tensor]:
@@ -297,8 +314,8 @@ class Planned:
         bases += [torch.empty(size, dtype=torch.bfloat16, device=device) for size in self._sizes]
         return bases
 
-    def _with_tensors(self, bases: list[Tensor], usual: bool, waits: Sequence[Callable[[], object]] = ()) -> None:
-        compiled = [step.with_tensors(bases, waits) for step in self.steps]
+    def _with_tensors(self, bases: list[Tensor], usual: bool, host: HostSide) -> None:
+        compiled = [step.with_tensors(bases, host) for step in self.steps]
         if usual and self.by_address is None and any([isinstance(step, Launch) for step in self.steps]):
             self.by_address = ByAddress.of(self.steps, compiled)
 

@@ -307,7 +307,6 @@ class SSTAProcessor:
                          share=q.shards)
         exchange = q.shards.exchanged(q, k, v, spec, text_mask, self._exchange.note)
         result, name = self._densely(*exchange.ready(), layout, text_mask, exchange.spec.rows)
-        self._exchange.note("attended")
         if isinstance(result, Tensor):
             return exchange.back(result), name
         result.out = exchange.back(result.out)

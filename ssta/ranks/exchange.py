@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,15 @@ from torch import Tensor
 from ..kernels import Deferred
 from ..kernels.memo import remember_plain
 from ..kernels.operators import differentiable_once
+from .group import group_named
 from .runs import RunPlace
 from .world import in_graph
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..spec import LayerSpec
+    from ..kernels.lowering.plans import Plan
+    from .around import Around
     from .shards import Shards
 
 # For each of several tensors, how many heads each rank has.
@@ -36,16 +39,18 @@ class Incoming:
 
     Args:
         graph: whether it is a step of a graph.
+        plan: the plan that it is a part of; None = it begins now.
     """
 
-    def __init__(self, shards: Shards, xs: Sequence[Tensor | Deferred], deals: Deals, graph: bool) -> None:
-        self._own, self._graph = [counts[shards.rank] for counts in deals], graph
+    def __init__(self, shards: Shards | Around, xs: Sequence[Tensor | Deferred], deals: Deals, graph: bool, plan: Plan | None = None
+                 ) -> None:
+        self._own, self._graph, self._plan = [counts[shards.rank] for counts in deals], graph, plan
         deferred = xs[0] if isinstance(xs[0], Deferred) else None
         tensors = [x for x in xs if isinstance(x, Tensor)]
         batch, dim = xs[0].shape[0], xs[0].shape[3]
         self._width = batch, sum(self._own), dim
         # A graph has no buffer that is written to in parts.
-        self._buffer = None if graph else torch.empty(shards.length, *self._width, dtype=xs[0].dtype, device=xs[0].device)
+        self._buffer = None if graph else _empty(plan, xs[0], shards.length, *self._width)
         self._coming: list[Collective | Batch] = []
         parts: list[Tensor | Collective] = []
         shared = [place for place in shards.places if place.shared]
@@ -60,14 +65,16 @@ class Incoming:
                 else:
                     # A tensor that has no more heads than one rank is dealt gives all of them to every rank, from its first one on.
                     own = [x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]) % x.shape[1], counts[shards.rank])
-                           for x, counts in zip(tensors, deals)]
-                    out = None if self._buffer is None else self._into(place)
-                    parts.append(torch.cat([x.permute(2, 0, 1, 3) for x in own], 2, out=out))
+                           .permute(2, 0, 1, 3) for x, counts in zip(tensors, deals)]
+                    if self._buffer is None:
+                        parts.append(torch.cat(own, 2))
+                    else:
+                        _copy(own, self._into(place).split(self._own, 2))
             if len(shared) > 1 and self._buffer is not None:
                 # In one collective: a small one by itself would hold up those behind it, until others' products let it begin.
                 self._coming = [Batch(shards.group, shards.rank, [
-                    (_sent(xs, deals, place, shards, graph).split(self._goes(shards, deals, place)), self._into(place).split(place.held))
-                    for place in shared])]
+                    (_sent(xs, deals, place, shards, graph, plan), self._goes(shards, deals, place), self._into(place), place.held)
+                    for place in shared], plan)]
             else:
                 self._coming = [part for part in parts if isinstance(part, Collective)]
         # A graph has nothing else to take them from.
@@ -77,12 +84,12 @@ class Incoming:
         assert self._buffer is not None
         return self._buffer if place.length == len(self._buffer) else self._buffer.narrow(0, place.start, place.length)
 
-    def _exchange(self, shards: Shards, xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace) -> Collective:
+    def _exchange(self, shards: Shards | Around, xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace) -> Collective:
         comes = [count * prod(self._width) for count in place.held]
-        return Collective(shards.group, _sent(xs, deals, place, shards, self._graph), comes, self._goes(shards, deals, place),
-                          self._graph, None if self._buffer is None else self._into(place))
+        return Collective(shards.group, _sent(xs, deals, place, shards, self._graph, self._plan), comes, self._goes(shards, deals, place),
+                          self._graph, None if self._buffer is None else self._into(place), self._plan)
 
-    def _goes(self, shards: Shards, deals: Deals, place: RunPlace) -> list[int]:
+    def _goes(self, shards: Shards | Around, deals: Deals, place: RunPlace) -> list[int]:
         return [place.held[shards.rank] * self._width[0] * total * self._width[2] for total in _totals(deals)]
 
     @property
@@ -120,27 +127,22 @@ class Batch:
     Args:
         group: the ranks.
         rank: this one's number in it.
-        runs: of each run what goes to each rank, flat, and where what comes from each goes.
+        runs: of each run what is sent, flat, and how many elements of it go to each rank; where what comes goes, and how much of it, along
+            its first dimension, comes from each.
+        plan: as of ``Incoming``.
     """
 
-    def __init__(self, group: ProcessGroup, rank: int, runs: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
-        operations = []
-        for sends, receives in runs:
-            ranks = len(sends)
-            receives[rank].view(-1).copy_(sends[rank].view(-1))
-            for step in range(1, ranks):
-                to, of = (rank + step) % ranks, (rank - step) % ranks
-                # Neither side of nothing takes part.
-                operations += [dist.P2POp(dist.isend, sends[to], group=group, group_peer=to)] if sends[to].numel() else []
-                operations += [dist.P2POp(dist.irecv, receives[of], group=group, group_peer=of)] if receives[of].numel() else []
-        self._works = dist.batch_isend_irecv(operations) if operations else []
+    def __init__(self, group: ProcessGroup, rank: int, runs: Sequence[tuple[Tensor, Sequence[int], Tensor, Sequence[int]]],
+                 plan: Plan | None = None) -> None:
+        sizes = [(tuple(goes), tuple(comes)) for _, goes, _, comes in runs]
+        tensors = [x for send, _, into, _ in runs for x in (send, into)]
+        self._wait: Callable[[], object] = _begin(plan, partial(_exchange_runs, group.group_name, rank, sizes), *tensors)
         # Their memory is the operations' until then.
-        self._send: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]] | None = runs
+        self._tensors: Sequence[Tensor] | None = tensors
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._send = None
+        self._wait()
+        self._tensors = None
 
 
 def send_tokens(shards: Shards, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
@@ -156,15 +158,10 @@ def send_tokens(shards: Shards, xs: Sequence[Tensor], deals: Deals, gather: bool
         packets = joined.narrow(0, places[0].start, places[0].length)
     else:
         packets = torch.cat([joined.narrow(0, first, count) for first, count in packet_spans(places, shards.ranks)])
-    outs = _return_packets(shards, packets, deals, places)
+    outs = return_packets(shards, packets, deals, places)
     if len(places) < len(shards.places):
         outs = [_with_own_heads(shards, out, x, own) for out, x, own in zip(outs, xs, deals)]
     return tuple([out.transpose(1, 2) for out in outs])
-
-
-def send_packets(shards: Shards, packets: Tensor, deal: tuple[int, ...]) -> Tensor:
-    """``[B, H_r, tokens of all packets, D]`` in the order of ``packet_spans`` -> ``[B, H, S_r, D]``. Not differentiable."""
-    return _return_packets(shards, packets.permute(2, 0, 1, 3), (deal,), shards.places)[0].transpose(1, 2)
 
 
 @remember_plain
@@ -173,24 +170,30 @@ def packet_spans(places: tuple[RunPlace, ...], ranks: int) -> tuple[tuple[int, i
     return tuple([(place.start + (sum(place.held[:to]) if place.shared else 0), place.held[to]) for to in range(ranks) for place in places])
 
 
-def _return_packets(shards: Shards, packets: Tensor, deals: Deals, places: Sequence[RunPlace]) -> list[Tensor]:
+def return_packets(shards: Shards | Around, packets: Tensor, deals: Deals, places: Sequence[RunPlace], plan: Plan | None = None
+                    ) -> list[Tensor]:
     """Packets ``[tokens of all, B, own heads of all tensors, D]`` -> each tensor's ``[B, own tokens of places, H, D]``."""
     rank, totals, (_, batch, width, dim) = shards.rank, _totals(deals), packets.shape
-    graph = in_graph(packets)
+    graph = plan is None and in_graph(packets)
     counts = [sum([place.held[to] for place in places]) for to in range(shards.ranks)]
     tokens = counts[rank]
     # From each rank this one's tokens, of the other's heads.
     comes, goes = [tokens * batch * total * dim for total in totals], [count * batch * width * dim for count in counts]
-    received, = _in_words(Collective(shards.group, packets.reshape(-1), comes, goes, graph).wait().view(-1, dim), graph=graph)
-    if _even(deals):
-        own = [counts[0] for counts in deals]
-        by_rank = received.view(shards.ranks, tokens, batch, width, received.shape[1])
-        outs = [part.permute(2, 1, 0, 3, 4).contiguous().view(batch, tokens, shards.ranks * part.shape[3], received.shape[1])
-                for part in (by_rank.split(own, 3) if len(own) > 1 else (by_rank,))]
-    else:
-        parts = [part.view(tokens, batch, total, received.shape[1]).split([own[of] for own in deals], 2)
+    coming = Collective(shards.group, packets.contiguous().view(-1), comes, goes, graph, plan=plan)
+    received, = _in_words(coming.wait().view(-1, dim), graph=graph)
+    if graph:
+        parts = [part.view(tokens, batch, total, dim).split([own[of] for own in deals], 2)
                  for of, (part, total) in enumerate(zip(received.split([count // dim for count in comes]), totals))]
-        outs = [torch.cat([part[number].transpose(0, 1) for part in parts], 2) for number in range(len(deals))]
+        return [torch.cat([part[number].transpose(0, 1) for part in parts], 2) for number in range(len(deals))]
+    words = received.shape[1]
+    outs = [_empty(plan, received, batch, tokens, sum(own), words) for own in deals]
+    if _even(deals):
+        by_rank = received.view(shards.ranks, tokens, batch, width, words).permute(2, 1, 0, 3, 4).split([own[0] for own in deals], 3)
+        _copy(by_rank, [out.view(batch, tokens, shards.ranks, own[0], words) for out, own in zip(outs, deals)])
+    else:
+        for of, (part, total) in enumerate(zip(received.split([count // dim for count in comes]), totals)):
+            _copy(part.view(tokens, batch, total, words).transpose(0, 1).split([own[of] for own in deals], 2),
+                  [out.narrow(2, sum(own[:of]), own[of]) for out, own in zip(outs, deals)])
     return [out.view(packets.dtype) for out in outs]
 
 
@@ -236,18 +239,39 @@ def _sum_tokens(shards: Shards, x: Tensor, own: tuple[int, ...]) -> Tensor:
     return torch.cat(parts).permute(1, 2, 0, 3)
 
 
-def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int, graph: bool) -> Tensor:
+def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int, graph: bool, plan: Plan | None = None) -> Tensor:
     """Some tokens of each ``[B, H, S_r, D]``, flat: for each rank ``[tokens, B, its heads of all tensors, D]``, which are all heads of a
     tensor that has no more than one rank is dealt."""
     ranks, batch = len(deals[0]), xs[0].shape[0]
+    words = [_some(x, first, tokens) for x in _in_words(*xs, graph=graph)]
+    dim = words[0].shape[3]
     if _even(deals):
-        own, words = [counts[0] for counts in deals], _in_words(*xs, graph=graph)
-        packets = words[0].new_empty(ranks, tokens, batch, sum(own), words[0].shape[3])
-        for x, into in zip(words, packets.split(own, 3) if len(own) > 1 else (packets,)):
-            into.copy_(_for_ranks(_some(x, first, tokens), ranks, into.shape[3]))
+        own = [counts[0] for counts in deals]
+        packets = _empty(plan, words[0], ranks, tokens, batch, sum(own), dim)
+        _copy([_for_ranks(x, ranks, heads) for x, heads in zip(words, own)], packets.split(own, 3))
         return packets.view(xs[0].dtype).view(-1)
-    dealt = [_some(x, first, tokens).permute(2, 0, 1, 3).split(counts, 2) for x, counts in zip(xs, deals)]
-    return torch.cat([torch.cat([parts[to] for parts in dealt], 2).flatten() for to in range(ranks)])
+    dealt = [x.permute(2, 0, 1, 3).split(counts, 2) for x, counts in zip(words, deals)]
+    if graph:
+        return torch.cat([torch.cat([parts[to] for parts in dealt], 2).flatten() for to in range(ranks)])
+    packets = _empty(plan, words[0], tokens * batch * sum(_totals(deals)), dim)
+    for to, packet in enumerate(packets.split([tokens * batch * total for total in _totals(deals)])):
+        own = [counts[to] for counts in deals]
+        _copy([parts[to] for parts in dealt], packet.view(tokens, batch, sum(own), dim).split(own, 2))
+    return packets.view(xs[0].dtype).view(-1)
+
+
+def _empty(plan: Plan | None, like: Tensor | Deferred, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device) if plan is None else plan.working(*shape, dtype=like.dtype)
+
+
+def _begin(plan: Plan | None, function: Callable[..., Callable[[], object]], *tensors: Tensor) -> Callable[[], object]:
+    """A function of tensors that begins work on them, now or in a plan's calls; returns what waits for it."""
+    return function(*tensors) if plan is None else plan.start(function, *tensors)
+
+
+def _copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    for x, of in zip(xs, into):
+        of.copy_(x)
 
 
 def _some(x: Tensor, first: int, tokens: int) -> Tensor:
@@ -266,11 +290,12 @@ def _even(deals: Deals) -> bool:
     return all([len({*counts}) == 1 for counts in deals])
 
 
-def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace, shards: Shards, graph: bool) -> Tensor:
+def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace, shards: Shards | Around, graph: bool, plan: Plan | None
+          ) -> Tensor:
     """A shared run's packets, flat. What is deferred the kernel writes there at once; each rank has as many heads of it."""
     x, held = xs[0], place.held[shards.rank]
     if not isinstance(x, Deferred):
-        return _packets([x for x in xs if isinstance(x, Tensor)], deals, place.local, held, graph)
+        return _packets([x for x in xs if isinstance(x, Tensor)], deals, place.local, held, graph, plan)
     batch, heads, _, dim = x.shape
     packets = torch.empty(shards.ranks, held, batch, heads // shards.ranks, dim, dtype=x.dtype, device=x.device)
     x.part(place.local, held).write(packets.permute(2, 0, 3, 1, 4))
@@ -284,29 +309,52 @@ def _totals(deals: Deals) -> list[int]:
 
 class Collective:
     """One collective between the ranks of ``group``: ``goes[r]`` of the elements of ``send`` go to rank r, and ``comes[r]`` come from it,
-    ``into`` a tensor of so many. graph: whether it is a step of a graph."""
+    ``into`` a tensor of so many. graph, plan: as of ``Incoming``."""
 
-    def __init__(self, group: ProcessGroup, send: Tensor, comes: list[int], goes: list[int], graph: bool, into: Tensor | None = None
-                 ) -> None:
+    def __init__(self, group: ProcessGroup, send: Tensor, comes: list[int], goes: list[int], graph: bool, into: Tensor | None = None,
+                 plan: Plan | None = None) -> None:
+        self._wait: Callable[[], object] | None = None
+        # Its memory is the collective's until it was waited for.
+        self.sent: Tensor | None = None
         if graph:
-            self._work, self.sent = None, None
             self._received = torch.ops._c10d_functional.all_to_all_single(send, comes, goes, group.group_name)
             return
-        self._received = send.new_empty(sum(comes)) if into is None else into.view(-1)
+        self._received = _empty(plan, send, sum(comes)) if into is None else into.view(-1)
         # The library has a faster way for equal sizes.
-        even = len({*comes}) == len({*goes}) == 1
-        self._work = dist.all_to_all_single(self._received, send, None if even else comes, None if even else goes, group=group,
-                                            async_op=True)
-        # Its memory is the collective's until then.
+        sizes = (None, None) if len({*comes}) == len({*goes}) == 1 else (comes, goes)
+        self._wait = _begin(plan, partial(_all_to_all, group.group_name, *sizes), self._received, send)
         self.sent = send
 
     def wait(self) -> Tensor:
         """What came, flat. On a GPU the stream waits for it, the host does not."""
-        if self._work is None:
+        if self._wait is None:
             return torch.ops._c10d_functional.wait_tensor(self._received)
-        self._work.wait()
+        self._wait()
         self.sent = None
         return self._received
+
+
+# What plans call has the name of a group, so that nothing keeps one that is destroyed.
+
+
+def _all_to_all(group: str, comes: list[int] | None, goes: list[int] | None, received: Tensor, send: Tensor) -> Callable[[], object]:
+    return dist.all_to_all_single(received, send, comes, goes, group=group_named(group), async_op=True).wait
+
+
+def _exchange_runs(group: str, rank: int, sizes: Sequence[tuple[Sequence[int], Sequence[int]]], *tensors: Tensor) -> Callable[[], object]:
+    """The operations of a ``Batch``; tensors: of each run what is sent and where what comes goes."""
+    own = group_named(group)
+    operations: list[dist.P2POp] = []
+    for (goes, comes), send, into in zip(sizes, tensors[::2], tensors[1::2]):
+        sends, receives, ranks = send.split(list(goes)), into.split(list(comes)), len(goes)
+        receives[rank].view(-1).copy_(sends[rank])
+        for step in range(1, ranks):
+            to, of = (rank + step) % ranks, (rank - step) % ranks
+            # Neither side of nothing takes part.
+            operations += [dist.P2POp(dist.isend, sends[to], group=own, group_peer=to)] if sends[to].numel() else []
+            operations += [dist.P2POp(dist.irecv, receives[of], group=own, group_peer=of)] if receives[of].numel() else []
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return lambda: [work.wait() for work in works]
 
 
 class ToHeads(torch.autograd.Function):
@@ -334,35 +382,3 @@ class ToTokens(torch.autograd.Function):
     @differentiable_once("ssta_attention")
     def backward(ctx, saved: tuple[()], grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, _sum_tokens(ctx.shards, grad, ctx.deals[0])
-
-
-class Exchange:
-    """q, k and v of one layer, which ranks have exchanged, and the way back of its result.
-
-    Attributes:
-        arriving: q, k and v with all tokens of this rank's heads, as a layer takes them; its own from then on.
-        spec: the layer of this rank: of its heads, or of its rows, and in which order its result is.
-    """
-
-    def __init__(self, arriving: tuple[Any, Any, Any], spec: LayerSpec, back: Callable[[Tensor], Tensor],
-                 back_packed: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.arriving, self.spec, self._back, self._back_packed = arriving, spec, back, back_packed
-
-    def take(self) -> tuple[Any, Any, Any]:
-        """``arriving``, of which nothing is kept here."""
-        arriving, self.arriving = self.arriving, (None, None, None)
-        return arriving
-
-    def ready(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``take`` for attention of another kind than a layer's: tensors, and the result in the sequence's order."""
-        q, k, v = self.take()
-        self.spec = self.spec._replace(returned=None)
-        v, k, q = (x.wait() if hasattr(x, "wait") else x for x in (v, k, q))
-        return q, k, v
-
-    def back(self, out: Tensor) -> Tensor:
-        """What the layer gave, ``[B, H_r, n, D]``, in the spec's order -> this rank's ``[B, H, S_r, D]``."""
-        if self.spec.returned is None:
-            return self._back(out)
-        assert self._back_packed is not None, "it comes with the order"
-        return self._back_packed(out)

@@ -48,3 +48,8 @@ def groups_of(group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGroup, ..
 def is_mesh(group: object) -> TypeGuard[DeviceMesh]:
     """Whether it is a DeviceMesh, which a torch without distributed does not have."""
     return dist.is_available() and isinstance(group, dist.DeviceMesh)
+
+
+def group_named(name: str) -> ProcessGroup:
+    """The group of this process that torch.distributed knows by ``name``, its ``group_name``."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from ..kernels import Deferred
 from ..kernels.memo import remember_plain
 from ..sequence import TokenLayout
 from ..spec import LayerSpec
-from .exchange import Exchange
+from .around import Exchange
 from .group import group_of, is_mesh
 from .runs import Run, deal, held_by, runs_of
 from .shards import Shards
@@ -120,7 +120,7 @@ class Rings(Shares):
         note("arrived")
         heads, kv_heads = (deal[self.inner.rank] for deal in (self.deal_heads(spec.heads, spec.kv_heads), self.deal_heads(spec.kv_heads)))
         return Exchange((q, k, v), own_spec(spec, self.inner.group, heads, kv_heads, self._pieces.rows),
-                        partial(self._back, heads=spec.heads, key_heads=spec.kv_heads))
+                        partial(self._back, heads=spec.heads, key_heads=spec.kv_heads), note)
 
     def _in_ring(self, runs: tuple[Run, ...]) -> Shards:
         return Shards(runs, self.size, self.place, self.ring)

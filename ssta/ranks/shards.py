@@ -13,7 +13,8 @@ from torch import Tensor
 from ..kernels import Deferred
 from ..sequence import TokenLayout
 from ..spec import LayerSpec, Peers
-from .exchange import Deals, Exchange, Incoming, ToTokens, packet_spans, send_packets, send_tokens
+from .around import Around, Exchange
+from .exchange import Deals, Incoming, ToTokens, packet_spans, send_tokens
 from .group import resolve_group
 from .runs import Run, runs_of
 from .shares import Sent, Shares, own_spec
@@ -60,30 +61,18 @@ class Shards(Shares):
     def exchange(self, query: Any, key: Any, value: Any, spec: LayerSpec, note: Callable[[str], object]) -> Exchange:
         q_deal, kv_deal = self.deal_heads(spec.heads, spec.kv_heads), self.deal_heads(spec.kv_heads)
         own = own_spec(spec, self.group, q_deal[self.rank], kv_deal[self.rank])
-        arriving = query, key, value
-        if isinstance(query, Sent):
-            plain = all([x.waits for x in arriving])
-            if not plain:
-                arriving = query.wait(), key.wait(), value.wait()
-        else:
-            plain = not (spec.recorded or in_graph(*arriving))
+        back = partial(self.to_tokens, heads=spec.heads, key_heads=spec.kv_heads)
+        given, sent = (query, key, value), isinstance(query, Sent)
+        if all([x.waits for x in given]) if sent else not (spec.recorded or in_graph(*given)):
             # What ranks hold may differ, and all of them must do the same.
-            bytes_a_rank = query.shape[0] * spec.heads * self.length * spec.head_dim * query.element_size() / self.ranks
-            if plain and bytes_a_rank > TOGETHER:
-                # Each is packed while the one before it is on its way, and v and k are brought into tiles while q is.
-                value, key = self._send((value,), (kv_deal,)), self._send((key,), (kv_deal,))
-                arriving = self._send((query,), (q_deal,)), key, value
-            else:
-                arriving = self._send(arriving, (q_deal, kv_deal, kv_deal)).wait()
-        if plain:
+            bytes_a_rank = query.shape[0] * spec.heads * self.length * spec.head_dim * query.dtype.itemsize / self.ranks
+            around = Around(self.places, self.length, self.ranks, self.rank, self.group.group_name, q_deal, kv_deal,
+                            together=bytes_a_rank <= TOGETHER)
             # The layer gives packets, so that nothing is packed again.
-            own = own._replace(returned=packet_spans(self.places, self.ranks))
-        if isinstance(arriving[0], Sent):
-            arriving[0].note = note
-        else:
-            note("arrived")
-        return Exchange(arriving, own, partial(self.to_tokens, heads=spec.heads, key_heads=spec.kv_heads),
-                        lambda out: send_packets(self, out, q_deal))
+            return Exchange(given, own._replace(returned=packet_spans(self.places, self.ranks)), back, note, around)
+        arrived = tuple([x.wait() for x in given]) if sent else self._send(given, (q_deal, kv_deal, kv_deal)).wait()
+        note("arrived")
+        return Exchange(arrived, own, back, note)
 
     @overload
     def to_heads(self, x: Tensor, /, *, key_heads: int | None = ...) -> Tensor: ...

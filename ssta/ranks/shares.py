@@ -13,7 +13,8 @@ from torch import Tensor
 from ..kernels import Deferred
 from ..spec import LayerSpec, Peers
 from .agreement import refuse, settle
-from .exchange import Deals, Exchange, Incoming, ToHeads
+from .around import Exchange
+from .exchange import Deals, Incoming, ToHeads
 from .runs import HeldTokens, Run, RunPlace, dealt, held_by
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Shares(ABC):
         Args:
             query, key, value: this rank's tensors ``[B, H, S_r, D]``, or all three as ``start`` sent them; their shapes are checked.
             spec: the layer of all ranks together.
-            note: called with "arrived" once what comes is being waited for.
+            note: as ``attend`` takes it.
 
         Raises:
             TypeError, ValueError: what the ranks were not given alike, and what another one refused.
@@ -146,7 +147,6 @@ class Sent:
         deals: of each tensor how many heads each rank has.
         shape, dtype, device: of what comes, where it is one tensor: ``[B, H_r, S, D]``.
         requires_grad: whether a gradient is wanted.
-        note: called with "arrived" after it was waited for.
     """
 
     def __init__(self, shards: Shards, xs: tuple[Tensor | Deferred, ...], deals: Deals, incoming: Incoming | None, recorded: bool) -> None:
@@ -159,7 +159,6 @@ class Sent:
         self._by: Shards | None = shards
         self._xs = xs if recorded else ()
         self._incoming = incoming
-        self.note: Callable[[str], object] | None = None
 
     @property
     def heads(self) -> int:
@@ -198,8 +197,6 @@ class Sent:
             outs = self._incoming.wait()
         self._by = self._incoming = None
         self._xs = ()
-        if self.note is not None:
-            self.note("arrived")
         return outs[0] if len(outs) == 1 else tuple(outs)
 
 

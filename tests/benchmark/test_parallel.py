@@ -200,7 +200,7 @@ def test_bytes_of_the_exchange_are_those_that_ranks_send(monkeypatch):
     sent = []
 
     class Counted(shared_layer._Still):
-        def __init__(self, group, send, comes, goes, graph, into=None):
+        def __init__(self, group, send, comes, goes, graph, into=None, plan=None):
             super().__init__(group, send, comes, goes, graph, into)
             sent.append(send.element_size() * (sum(goes) - goes[1]))
 

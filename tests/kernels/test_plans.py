@@ -16,6 +16,7 @@ from ssta.kernels.memo import Unplanned
 from ssta.kernels.portable import tail, tail_combine
 
 CPU = torch.device("cpu")
+NOBODY = by_address.HostSide((), lambda word: None, {})
 
 
 class Recorder:
@@ -56,9 +57,9 @@ def both_ways(planned, inputs, recorder):
     """What a step launches with tensors, and by address, on the same memory."""
     bases = planned.memory(inputs)
     recorder.seen = []
-    planned._with_tensors(bases, True)
+    planned._with_tensors(bases, True, NOBODY)
     with_tensors, recorder.seen = recorder.seen, []
-    planned.by_address(7, bases, [x.data_ptr() for x in bases])
+    planned.by_address(7, bases, [x.data_ptr() for x in bases], NOBODY)
     return with_tensors, recorder.seen
 
 
@@ -106,19 +107,19 @@ def test_steps_of_tensors_that_lie_where_others_lay_are_one_graph(refused, monke
         if turn == 0:
             both_ways(planned, (x,), recorder)
         recorder.seen, host[:] = [], []
-        planned.by_address(7, [x], [x.data_ptr()])
+        planned.by_address(7, [x], [x.data_ptr()], NOBODY)
         calls.append([place - x.data_ptr() for _, _, _, place, _ in recorder.seen])
         assert host == [5, 8]
     assert calls == [[0, 32, 64, 96, 32, 128, 160, 32]] * len(calls)
     assert [len(of) for of in graphs] == ([] if refused else [5, 3, 5, 3])
     assert [of[0][3] for of in graphs[::2]] == ([] if refused else [xs[0].data_ptr(), xs[1].data_ptr()])
     with pytest.raises(AssertionError, match="another stream"):
-        planned.by_address(8, [xs[0]], [xs[0].data_ptr()])
+        planned.by_address(8, [xs[0]], [xs[0].data_ptr()], NOBODY)
     for of in graphs:
         of.clear()
     monkeypatch.setattr(by_address, "captured", lambda: True)
     recorder.seen = []
-    planned.by_address(7, [xs[0]], [xs[0].data_ptr()])
+    planned.by_address(7, [xs[0]], [xs[0].data_ptr()], NOBODY)
     assert len(recorder.seen) == 8
 
 
@@ -180,6 +181,44 @@ def test_a_plan_works_where_its_inputs_arrived_and_were_sent_from():
         assert torch.equal(out, (x + y + 1) * x + x + y + 1) and waits == [1, 0] and len(held) == 3
         assert out.untyped_storage().data_ptr() in [of.untyped_storage().data_ptr() for of in memory]
         assert len(planned.memory(memory)) == 4, "one tensor has no room until something is read"
+
+
+def test_what_the_host_does_between_launches_is_no_part_of_a_graph(monkeypatch):
+    """It is called with a call's own tensors, which stay until it was waited for, whether all else is a graph or not."""
+    monkeypatch.setattr(by_address, "Graph", lambda device, stream, run: lambda *_: run(7))
+    begun = []
+
+    def begin(received, sent):
+        def wait():
+            received.copy_(sent * 2)
+            begun.append("waited")
+
+        begun.append("begun")
+        return wait
+
+    def write(plan, xs, others):
+        sent, received, other = (plan.working(6, dtype=torch.float32) for _ in range(3))
+        plan.call(torch.Tensor.copy_, sent, xs[0])
+        wait = plan.start(begin, received, sent)
+        # Where what is sent lay nothing else may lie yet.
+        plan.call(lambda out: out.fill_(7), other)
+        wait()
+        plan.tell("arrived")
+        plan.call(lambda out, x, y: torch.add(x, y, out=out), plan.result(6, dtype=torch.float32), received, other)
+
+    step, x = Plans(write), torch.arange(6.0)
+    planned = step.planned((x,), ())
+    assert [of.recordable for of in planned.steps] == [True, False, True, False, False, True]
+    for _ in range(2):
+        out = planned.run((x,), (), begun.append)[1]
+        assert torch.equal(out, 2 * x + 7)
+    steps = by_address.ByAddress.of(planned.steps, [None] * len(planned.steps))
+    bases = planned.memory((x,))
+    for _ in range(replays.SIGHTS + 1):
+        bases[1].zero_()
+        steps(7, bases, [of.data_ptr() for of in bases], by_address.HostSide((), begun.append, {}))
+        assert torch.equal(bases[1], 2 * x + 7)
+    assert begun == ["begun", "waited", "arrived"] * (2 + replays.SIGHTS + 1)
 
 
 @pytest.mark.parametrize("room, numbers", [(1e9, (5, 3, 5)), (0.0, (11, 9, 10))])

@@ -11,14 +11,17 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from parallel_inputs import MIXED, SHORT, TEXT, TILE, TWICE, WAN, config, inputs, local, mask, noting, refused
+from parallel_inputs import MIXED, SHORT, TEXT, TILE, TWICE, TWO_GRIDS, WAN, config, inputs, local, mask, noting, refused
 from parallel_mistakes import errors, errors_before_anything_is_agreed, errors_of_one, every_fact, facts, late, mixed, rings_refuse
 
 from ssta import DenseRun, SSTAConfig, TileCache, TokenLayout, op, ssta_3d_attention, ssta_attention
 from ssta.attention import attend as attend_layer
+from ssta.inputs import described
 from ssta.kernels import Deferred, Projection, RMSNorm
+from ssta.kernels.lowering.by_address import HostCall
 from ssta.kernels.lowering.plans import Planned
 from ssta.layer import Layer
+from ssta.op import World
 from ssta.ranks import Shards
 from ssta.ranks.exchange import Incoming
 from ssta.ranks.rings import Rings
@@ -101,8 +104,8 @@ def sent_in_turn():
     shards, steps = Shards.of(None, TEXT), []
     qkv = [local(x, shards) for x in inputs(TEXT, batch=2)]
 
-    def noted(spec):
-        layer = Layer(spec)
+    def noted(spec, around):
+        layer = Layer(spec, around)
         of = layer.backend
         layer.backend = replace(of, take=noting(of.take, "take", steps), gather_one=noting(of.gather_one, "gather_one", steps))
         return layer
@@ -116,22 +119,46 @@ def sent_in_turn():
 
 
 def by_kernels():
-    """As one plan, twice: of what has arrived, and which waits for what arrives; one rank has two of three heads."""
-    layout, settings = TokenLayout.video_text((3, 4, 3), 5), config(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), topk=2, compensation="linear")
-    shards, text_mask, qkv = Shards.of(None, layout), mask(layout, 1), inputs(layout, 3, dtype=torch.float16)
-    expected = local(ssta_attention(*qkv, layout, settings, text_mask=text_mask, impl="triton"), shards)
-    for _ in range(2):
-        out = ssta_attention(*[local(x, shards) for x in qkv], layout, settings, text_mask=text_mask, group=dist.group.WORLD, impl="triton")
-        agrees(out, expected)
-        sent = [shards.start(local(x, shards)) for x in qkv[::-1]]
-        agrees(attend_layer(*sent[::-1], layout, settings, text_mask=text_mask, shares=shards, impl="triton").out, expected)
+    """As one plan, twice: which exchanges itself, together and one by one, or waits for what was sent; one rank has two of three heads. Of
+    text that is whole, and of several grids, which go as one."""
+    settings = config(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), topk=2, compensation="linear")
+    published = config(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), topk=1)
+    for layout, of, batch in ((TokenLayout.video_text((3, 4, 3), 5), settings, 1), (TWO_GRIDS, published, 2)):
+        shards, text_mask, qkv = Shards.of(None, layout), mask(layout, batch), inputs(layout, 3, batch=batch, dtype=torch.float16)
+        options = dict(text_mask=text_mask, impl="triton")
+        expected = local(ssta_attention(*qkv, layout, of, **options), shards)
+        own = [local(x, shards) for x in qkv]
+        agrees(ssta_attention(*own, layout, of, group=dist.group.WORLD, **options), expected)
+        spec = described(*own, layout, of, share=shards, world=World(False, False), **options)
+        for together in (True, False):
+            exchange = shards.exchanged(*own, spec, text_mask, lambda step: None)
+            layer, steps = Layer(exchange.spec, exchange.around._replace(together=together)), []
+            for _ in range(2):
+                out = layer.run(*own, text_mask, note=steps.append).out
+                agrees(out, expected)
+                assert out.transpose(1, 2).is_contiguous() and steps == ["arrived", "attended"], steps
+                steps.clear()
+            planned(layer)
+            # What no plan can hold runs the same exchanges.
+            agrees(layer.run(*own, text_mask, layer.run(*own, text_mask).selection).out, expected)
+        for _ in range(2):
+            sent = [shards.start(x) for x in own[::-1]]
+            agrees(attend_layer(*sent[::-1], layout, of, shares=shards, **options).out, expected)
     are_plans()
 
 
+def planned(layer):
+    """What a layer on ranks has run, its exchanges within."""
+    plans = list(layer._whole.kinds.values())
+    assert plans and all(isinstance(plan, Planned) and any(isinstance(step, HostCall) for step in plan.steps) for plan in plans)
+
+
 def are_plans():
-    """What the layers on ranks have run."""
-    plans = [plan for layer in op.prepared.kept.values() if layer.spec.returned and layer._whole for plan in layer._whole.kinds.values()]
-    assert plans and all(isinstance(plan, Planned) for plan in plans)
+    """Layers on ranks were."""
+    layers = [layer for layer in op.prepared.kept.values() if layer.around and layer._whole]
+    assert layers
+    for layer in layers:
+        planned(layer)
 
 
 def by_hand():

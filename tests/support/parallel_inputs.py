@@ -10,6 +10,7 @@ TEXT = TokenLayout.video_text((5, 9, 7), 37)
 WAN = TokenLayout.video_text((5, 9, 7))
 SHORT = TokenLayout.video_text((1, 1, 3), 2)
 TWICE = TokenLayout((VideoGrid(3, 5, 7), VideoGrid(3, 5, 7)))
+TWO_GRIDS = TokenLayout((VideoGrid(2, 3, 3), DenseRun(3), VideoGrid(1, 3, 4)))
 MIXED = TokenLayout((DenseRun(11), VideoGrid(4, 6, 8), DenseRun(5), VideoGrid(1, 6, 8), DenseRun(3)))
 
 
