@@ -171,7 +171,7 @@ def packet_spans(places: tuple[RunPlace, ...], ranks: int) -> tuple[tuple[int, i
 
 
 def return_packets(shards: Shards | Around, packets: Tensor, deals: Deals, places: Sequence[RunPlace], plan: Plan | None = None
-                    ) -> list[Tensor]:
+                   ) -> list[Tensor]:
     """Packets ``[tokens of all, B, own heads of all tensors, D]`` -> each tensor's ``[B, own tokens of places, H, D]``."""
     rank, totals, (_, batch, width, dim) = shards.rank, _totals(deals), packets.shape
     graph = plan is None and in_graph(packets)
@@ -181,10 +181,6 @@ def return_packets(shards: Shards | Around, packets: Tensor, deals: Deals, place
     comes, goes = [tokens * batch * total * dim for total in totals], [count * batch * width * dim for count in counts]
     coming = Collective(shards.group, packets.contiguous().view(-1), comes, goes, graph, plan=plan)
     received, = _in_words(coming.wait().view(-1, dim), graph=graph)
-    if graph:
-        parts = [part.view(tokens, batch, total, dim).split([own[of] for own in deals], 2)
-                 for of, (part, total) in enumerate(zip(received.split([count // dim for count in comes]), totals))]
-        return [torch.cat([part[number].transpose(0, 1) for part in parts], 2) for number in range(len(deals))]
     words = received.shape[1]
     outs = [_empty(plan, received, batch, tokens, sum(own), words) for own in deals]
     if _even(deals):
@@ -198,8 +194,8 @@ def return_packets(shards: Shards | Around, packets: Tensor, deals: Deals, place
 
 
 def _in_words(*xs: Tensor, graph: bool) -> tuple[Tensor, ...]:
-    """Tensors of one dtype seen as words of 16 bytes where all can be: a copy in pieces then moves as much at once. In a graph as they are.
-    """
+    """Tensors of one dtype seen as words of 16 bytes where all can be: a copy in pieces then moves as much at once. In a graph as they
+    are."""
     if graph:
         return xs
     per_word = 16 // xs[0].element_size()
@@ -251,8 +247,6 @@ def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int, graph:
         _copy([_for_ranks(x, ranks, heads) for x, heads in zip(words, own)], packets.split(own, 3))
         return packets.view(xs[0].dtype).view(-1)
     dealt = [x.permute(2, 0, 1, 3).split(counts, 2) for x, counts in zip(words, deals)]
-    if graph:
-        return torch.cat([torch.cat([parts[to] for parts in dealt], 2).flatten() for to in range(ranks)])
     packets = _empty(plan, words[0], tokens * batch * sum(_totals(deals)), dim)
     for to, packet in enumerate(packets.split([tokens * batch * total for total in _totals(deals)])):
         own = [counts[to] for counts in deals]
