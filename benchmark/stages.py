@@ -14,7 +14,8 @@ from measure import NO_TIMES, elapsed_ms, now, quartiles
 from rows import STAGES
 
 from ssta.layer import Layer
-from ssta.ranks.around import Around, Coming, Exchange
+from ssta.ranks.around import Around, Exchange
+from ssta.ranks.exchange import Incoming
 from ssta.ranks.rings import Rings
 from ssta.ranks.shards import Shards
 from ssta.ranks.shares import Sent
@@ -30,7 +31,8 @@ FUNCTIONS = {
     "attend": ((Layer, Layer.attend),),
     "combine": ((Layer, Layer.combine),),
     "untile": ((Layer, Layer.take),),
-    "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange), (Around, Around.enter), (Coming, Coming.wait), (Sent, Sent.wait)),
+    "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange), (Around, Around.enter),
+                    (Incoming, Incoming.wait), (Sent, Sent.wait)),
     "exchange out": ((Exchange, Exchange.back), (Around, Around.leave))}
 
 

@@ -23,7 +23,8 @@ from .text import TextMask
 if TYPE_CHECKING:
     from .kernels.lowering.plans import Plan, Planned, Plans
     from .kernels.tail import BlockEstimates, KeyStatistics
-    from .ranks.around import Around, Coming
+    from .ranks.around import Around
+    from .ranks.exchange import Incoming
     from .ranks.shares import Sent
 
 
@@ -179,7 +180,7 @@ class Layer:
         return ran
 
     @torch.no_grad()
-    def _steps(self, q: Input | Sent | Coming | Tiled, k: Input | Sent | Coming | None, v: Input | Sent | Coming | None, left: Left,
+    def _steps(self, q: Input | Sent | Incoming | Tiled, k: Input | Sent | Incoming | None, v: Input | Sent | Incoming | None, left: Left,
                selection: Selection | None, note: Callable[[str], object]) -> LayerResult:
         """All steps, one after the other. Nobody else has what they make, so that it is gone once it is read."""
         if isinstance(q, Tiled):
@@ -212,7 +213,7 @@ class Layer:
 
     # The steps
 
-    def gather(self, q: Input | Sent | Coming, k: Input | Sent | Coming, v: Input | Sent | Coming,
+    def gather(self, q: Input | Sent | Incoming, k: Input | Sent | Incoming, v: Input | Sent | Incoming,
                note: Callable[[str], object] = lambda step: None) -> Tiled:
         """Tokens into tiles. note: called with "arrived" where they were on their way."""
         if isinstance(q, Deferred) and (not self.moves or self.backend.by_torch("gather")):

@@ -18,16 +18,6 @@ if TYPE_CHECKING:
     from ..spec import LayerSpec
 
 
-class Coming:
-    """A tensor that a layer reads, on its way; ``wait`` gives it, once."""
-
-    def __init__(self, incoming: Incoming) -> None:
-        self._incoming = incoming
-
-    def wait(self) -> Tensor:
-        return self._incoming.wait()[0]
-
-
 class Around(NamedTuple):
     """What a layer exchanges before its first step and after its last where nobody differentiates it and no graph holds it. Plain values; a
     layer runs these steps, or has them in its plan.
@@ -66,7 +56,7 @@ class Around(NamedTuple):
             note("arrived")
             return q, k, v
         # v and k are brought into tiles while q is on its way.
-        v, k, q = (Coming(Incoming(self, (x,), (deal,), graph=False, plan=plan))
+        v, k, q = (Incoming(self, (x,), (deal,), graph=False, plan=plan)
                    for x, deal in ((v, self.kv_deal), (k, self.kv_deal), (q, self.q_deal)))
         return q, k, v
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -98,7 +98,7 @@ class Incoming:
         return self._buffer is not None
 
     @property
-    def memory(self) -> tuple[Tensor, ...]:
+    def memory(self) -> Any:
         """What ``wait`` is going to give, where it is ``in_place``."""
         assert self._buffer is not None, "it is in place"
         return self._apart(self._buffer)
@@ -109,7 +109,8 @@ class Incoming:
         only = self._coming[0] if len(self._coming) == 1 else None
         return only.sent if isinstance(only, Collective) else None
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self) -> Any:
+        """``[B, H_r, S, D]`` of one tensor, a tuple of several; once."""
         if self._buffer is not None:
             for coming in self._coming:
                 coming.wait()
@@ -117,8 +118,9 @@ class Incoming:
         parts = [part if isinstance(part, Tensor) else part.wait().view(-1, *self._width) for part in self._parts]
         return self._apart(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def _apart(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        return tuple([x.permute(1, 2, 0, 3) for x in (buffer.split(self._own, 2) if len(self._own) > 1 else (buffer,))])
+    def _apart(self, buffer: Tensor) -> Any:
+        by_head = buffer.permute(1, 2, 0, 3)
+        return by_head if len(self._own) == 1 else by_head.split(self._own, 1)
 
 
 class Batch:
@@ -355,7 +357,8 @@ class ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shards: Shards, deals: Deals, arrival: Incoming | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.shards, ctx.deals, ctx.heads = shards, deals, [x.shape[1] for x in xs]
-        return (arrival or Incoming(shards, xs, deals, in_graph(*xs))).wait()
+        arrived = (arrival or Incoming(shards, xs, deals, in_graph(*xs))).wait()
+        return (arrived,) if len(xs) == 1 else arrived
 
     @staticmethod
     @differentiable_once("ssta_attention")

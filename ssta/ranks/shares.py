@@ -174,7 +174,7 @@ class Sent:
     def memory(self) -> Tensor:
         """The one tensor that ``wait`` is going to give, which holds nothing yet."""
         assert self._incoming is not None, "it was waited for"
-        return self._incoming.memory[0]
+        return self._incoming.memory
 
     @property
     def sent(self) -> Tensor | None:
@@ -191,13 +191,14 @@ class Sent:
         if self._by is None:
             raise RuntimeError("what was sent can be waited for once, and was: nothing is kept of it here")
         if self.requires_grad:
-            outs = ToHeads.apply(self._by, self.deals, self._incoming, *self._xs)
+            found = ToHeads.apply(self._by, self.deals, self._incoming, *self._xs)
+            found = found[0] if len(found) == 1 else found
         else:
             assert self._incoming is not None, "only with gradients a graph has the exchange inside one function of autograd"
-            outs = self._incoming.wait()
+            found = self._incoming.wait()
         self._by = self._incoming = None
         self._xs = ()
-        return outs[0] if len(outs) == 1 else tuple(outs)
+        return found
 
 
 def own_spec(spec: LayerSpec, group: ProcessGroup, heads: int, kv_heads: int, rows: Spans | None = None) -> LayerSpec:

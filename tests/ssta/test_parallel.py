@@ -116,8 +116,8 @@ def test_norm_and_rope_write_packets(monkeypatch, rank, across_heads):
     x = projections(held, 2, 4, 8, across_heads)
     Still.sent = []
     monkeypatch.setattr(exchange, "Collective", Still)
-    found = exchange.Incoming(held, (x,), ((2, 2),), graph=False).wait()[0]
-    expected = exchange.Incoming(held, (x.materialize(),), ((2, 2),), graph=False).wait()[0]
+    found = exchange.Incoming(held, (x,), ((2, 2),), graph=False).wait()
+    expected = exchange.Incoming(held, (x.materialize(),), ((2, 2),), graph=False).wait()
     assert torch.equal(found, expected) and found.stride() == expected.stride() and found[:, :, 15:].any()
     (send, *sizes), (expected, *same) = Still.sent
     assert torch.equal(send, expected) and sizes == same
