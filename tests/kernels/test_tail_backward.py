@@ -71,6 +71,12 @@ class Case:
         out, lse = self.formulas(*inputs, **options)
         return [out.detach(), lse.detach(), *torch.autograd.grad(out, inputs, self.dout.to(dtype), materialize_grads=True)]
 
+    def delta_rounding(self, out, lse):
+        """float64 ``[B, H, P]``: how far dlse is off on average where the merged ``out`` is rounded to what kernels hold. One rounding may
+        by chance err little in the row whose share outweighs all others of its block."""
+        units = torch.finfo(self.of.q.dtype).eps * out.abs().log2().floor().exp2()
+        return (self.inputs[1].double() - lse).exp() * ((self.dout.double() * units).square().sum(-1) / 12).sqrt()
+
     def rounded(self):
         """In float64, where moments, means, weights and results are rounded to what holds them."""
         found = self.by_autograd(held=partial(Held.apply, self.of))
@@ -100,7 +106,10 @@ def assert_as_exact(of, got, expected, reference, rounding=16 * 2**-23):
     the result or such a ``rounding``."""
     for name, g, e, plain in zip(NAMES[-len(got):], got, expected[-len(got):], reference[-len(got):]):
         assert g.shape == e.shape and g.isfinite().all(), name
-        error, allowed, size = (of.of.by_block(x.reshape(*e.shape[:3], -1), name in ("dk", "dv")) for x in (g.double() - e, plain - e, e))
+        off = (plain - e).abs()
+        if name == "dlse":
+            off = torch.maximum(off, of.delta_rounding(*expected[:2]))
+        error, allowed, size = (of.of.by_block(x.reshape(*e.shape[:3], -1), name in ("dk", "dv")) for x in (g.double() - e, off, e))
         no_worse(name, error, allowed, max(rounding, torch.finfo(g.dtype).eps / 2) * torch.maximum(size, size.mean()))
 
 
