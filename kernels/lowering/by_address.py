@@ -94,7 +94,7 @@ class ByAddress:
         self._tensors: dict[TensorPlace | Constant | None, int] = {}
 
     @classmethod
-    def of(cls, steps: Sequence[Step], compiled: Sequence[Any]) -> ByAddress | None:
+    def of(cls, steps: Sequence[PlannedStep], compiled: Sequence[Any]) -> ByAddress | None:
         """``compiled``: what each has given ``with_tensors``. None unless all kernels are launched directly."""
         found = cls()
         for step, kernel in zip(steps, compiled):
@@ -286,4 +286,4 @@ class HostCall(NamedTuple):
         return lambda stream, addresses, tensors, bases, host: self.with_tensors(bases, host)
 
 
-Step = Launch | TorchCall | HostCall
+PlannedStep = Launch | TorchCall | HostCall

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memo import Kept, Unplanned, captured
-from .by_address import ByAddress, Constant, HostCall, HostSide, Launch, Spot, Step, TensorPlace, TorchCall
+from .by_address import ByAddress, Constant, HostCall, HostSide, Launch, PlannedStep, Spot, TensorPlace, TorchCall
 from .quick_launch import KINDS_KEPT, Tiles, aligned, current_stream, hooked
 from .rooms import ALIGNMENT, Room, Span, shared
+from .step_mode import StepMode
 
 # By each thread for itself.
 _writing: ContextVar[Plan | None] = ContextVar("the plan that is being written", default=None)
@@ -40,14 +40,14 @@ class Plan:
         self.device = device
         self.results: list[Tensor] = []
         self.kept: list[tuple[Tensor | None, ...]] = []
-        self.steps: list[Step] = []
+        self.steps: list[PlannedStep] = []
         # All that is known, by storage; the tensors are held, so that no other storage has the same number.
         self._numbers: dict[int, int] = {}
         self._tensors: list[Tensor] = []
         # Inputs that are a call's own, and the last step that still needs them as they are; None = as its code says.
         self._own: dict[int, int | None] = {}
         self._waits = self._starts = 0
-        self.inputs = [self._known(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")) for x in inputs]
+        self.inputs = [self.known(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")) for x in inputs]
 
     def arriving(self, x: Tensor, sent: Tensor | None) -> Arriving:
         """The input x, which is on its way when a call begins, while the input ``sent`` goes the other way. Both are a call's own: what is
@@ -88,12 +88,12 @@ class Plan:
 
     def result_as(self, x: Tensor) -> Tensor:
         """The same, of a new tensor on "meta"."""
-        self.results.append(self._known(x))
+        self.results.append(self.known(x))
         return x
 
     def working(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A tensor that the step alone needs, from the first to the last launch that gets it."""
-        return self._known(torch.empty(shape, dtype=dtype, device="meta"))
+        return self.known(torch.empty(shape, dtype=dtype, device="meta"))
 
     def keep(self, *xs: Tensor | None) -> None:
         """These stay after a call, in one memory, and are tensors by themselves when somebody asks for them."""
@@ -135,7 +135,8 @@ class Plan:
     def _number(self, x: Tensor) -> int:
         return self._numbers[x.untyped_storage()._cdata]
 
-    def _known(self, x: Tensor) -> Tensor:
+    def known(self, x: Tensor) -> Tensor:
+        """x, a new tensor on "meta", as one of this plan's."""
         self._numbers[x.untyped_storage()._cdata] = len(self._tensors)
         self._tensors.append(x)
         return x
@@ -328,31 +329,6 @@ def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     return found
 
 
-class _Strict(TorchDispatchMode):
-    """Sees what a step's code does to tensors of its plan beside looking at them: copies and sums become a part, all else is refused."""
-
-    WRITES: ClassVar[dict[Any, Callable]] = {torch.ops.aten.copy_.default: Tensor.copy_, torch.ops.aten.add_.Tensor: Tensor.add_}
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.plan = plan
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = None
-        given = [x for part in args for x in (part if isinstance(part, (list, tuple)) else (part,))]
-        if any([isinstance(x, Tensor) and self.plan.has(x) for x in given]):
-            looks = [of.alias_info is not None and not of.alias_info.is_write for of in function._schema.returns]
-            if function is torch.ops.aten.clone.default:
-                result = self.plan._known(function(*args, **(kwargs or {})))
-                self.plan.call(Tensor.copy_, result, args[0])
-            elif function in self.WRITES:
-                result = args[0]
-                self.plan.call(self.WRITES[function], *args[:2])
-            elif not any(looks) and "empty" not in function.name():
-                raise Unplanned(f"{function.name()} is computed of a tensor of a plan")
-        return function(*args, **(kwargs or {})) if result is None else result
-
-
 class Plans:
     """A step: plans of it, one for each kind of tensors that comes.
 
@@ -404,7 +380,7 @@ class Plans:
         virtual = [None if x is None else next(inputs) for x in (*xs, *others)]
         outer = _writing.set(plan)
         try:
-            with _Strict(plan):
+            with StepMode(plan):
                 note = self.write(plan, virtual[:len(xs)], virtual[len(xs):], *options)
             return Planned(plan, note)
         except Unplanned as why:

@@ -167,7 +167,7 @@ FAULTS = (
           "(other[None, :] < when[:, None])", "(other[None, :] <= when[:, None])", ("tests/kernels/test_dq_schedule.py",)),
     Fault("transposed lists: a pass over query blocks forgets how many came before", "kernels/lowering/transposed.py",
           "count += tl.sum(kept, 0)", "count = tl.sum(kept, 0)", ("tests/kernels/test_transposed.py",)),
-    Fault("plans: what a step adds to a tensor is copied to it", "kernels/lowering/plans.py",
+    Fault("plans: what a step adds to a tensor is copied to it", "kernels/lowering/step_mode.py",
           "torch.ops.aten.add_.Tensor: Tensor.add_", "torch.ops.aten.add_.Tensor: Tensor.copy_",
           ("tests/ssta/test_layer.py::test_a_backward_is_one_plan_too",)),
 
