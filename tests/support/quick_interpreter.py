@@ -5,6 +5,7 @@ A launch replaces the functions of Triton's language by interpreted ones, and ev
 Every sum of integers is computed three times more, for an assertion that is off. Every tensor works out the type of its shape, which
 nobody asks for, every type its name and its size, and two tensors of one type are compared, converted and broadcast as if they had two.
 A number beside a tensor becomes a tensor each time, and what wraps each function of the language looks for arguments that are there.
+What two shapes or a conversion come to is found anew for every pair, and arrays are broadcast and widened by numpy's general functions.
 It keeps bfloat16 as its bits and multiplies these; here it multiplies the numbers.
 """
 
@@ -25,7 +26,9 @@ def quicken() -> None:
         shapes = tl.core.tuple.__init__, tl.core.tuple.__getattr__, tl.core._type_for_tuple_values
         semantics = (TritonSemantic.binary_op_type_checking_impl, TritonSemantic.binary_op_sanitize_overflow_impl,
                      TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value, TritonSemantic.cast,
-                     tl.core._unwrap_if_constexpr)
+                     TritonSemantic.to_tensor, tl.core._unwrap_if_constexpr)
+        builder = interpreter.InterpreterBuilder
+        arrays = builder.cast_impl, builder.create_expand_dims
     except (ImportError, AttributeError):
         return
     _replace_once(tl, interpreter, *replaced[:2])
@@ -34,13 +37,18 @@ def quicken() -> None:
     _type_when_asked(tl.core.tuple, *shapes)
     _as_they_are(tl, TritonSemantic, *semantics)
     _types_once(tl)
+    _arrays(tl, interpreter, *arrays)
     _multiply_numbers(tl, interpreter)
 
 
 def _replace_once(tl, interpreter, replace, nothing) -> None:
+    modules: dict = {}
+
     def unless_done(fn):
         # A function of the language is no builtin while another stands in for it.
-        seen = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        if fn not in modules:
+            modules[fn] = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        seen = modules[fn]
         return replace(fn) if not seen or any(tl.core.is_builtin(lang.load) for lang in seen) else nothing()
 
     interpreter._patch_lang = unless_done
@@ -86,12 +94,15 @@ def _type_when_asked(shape, make, attribute, type_of) -> None:
     shape.__init__, shape.__getattr__ = init, getattr
 
 
-def _as_they_are(tl, semantic, both, overflow, computed, broadcast, cast, unwrap) -> None:
+def _as_they_are(tl, semantic, both, overflow, computed, broadcast, cast, to_tensor, unwrap) -> None:
     """Of two operands those of one type, which need no conversion, and int32 beside int64, which is what addresses are made of; a number
-    as a tensor like the one beside it, which is made once; and what no compiler has wrapped."""
+    as a tensor like the one beside it, which is made once; conversions that are numpy's; and what no compiler has wrapped."""
     import numpy as np
+    from triton.runtime import interpreter
 
-    tensor, numbers, integers = tl.tensor, {}, {"int32", "int64"}
+    tensor, numbers, integers, handle = tl.tensor, {}, {"int32", "int64"}, interpreter.TensorHandle
+    converted_by_numpy = {"fp16", "fp32", "fp64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+    shapes: dict = {}
 
     def unless_same(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
         if not div_or_mod and lhs.__class__ is tensor and rhs.__class__ is tensor:
@@ -136,16 +147,42 @@ def _as_they_are(tl, semantic, both, overflow, computed, broadcast, cast, unwrap
     def unless_equal(self, lhs, rhs):
         a, b = lhs.type, rhs.type
         alike = a.shape.values == b.shape.values if a.is_block() and b.is_block() else not a.is_block() and not b.is_block()
-        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
+        if alike:
+            return lhs, rhs
+        # Types of blocks share what they hold, and scalars are told by their names.
+        key = id(vars(a)) if a.is_block() else a.name, id(vars(b)) if b.is_block() else b.name
+        if key not in shapes:
+            one, other = broadcast(self, lhs, rhs)
+            shapes[key] = one.type, other.type, tuple(one.type.shape)
+            return one, other
+        one, other, shape = shapes[key]
+        return spread(lhs, one, shape), spread(rhs, other, shape)
+
+    def spread(x, type, shape):
+        if vars(x.type) is vars(type):
+            return x
+        data = x.handle.data
+        out = np.empty(shape, data.dtype)
+        out[...] = data
+        return tensor(handle(out, x.dtype), type)
 
     def unless_cast(self, input, dst_ty, *rounding):
-        return input if input.dtype is dst_ty.scalar else cast(self, input, dst_ty, *rounding)
+        source, scalar = input.dtype, dst_ty.scalar
+        if source is scalar:
+            return input
+        if not rounding and source.name in converted_by_numpy and scalar.name in converted_by_numpy:
+            if source.name == scalar.name:
+                return input
+            data = input.handle.data.astype(interpreter._get_np_dtype(scalar))
+            return tensor(handle(data, scalar), input.type.with_element_ty(scalar) if input.type.is_block() else scalar)
+        return cast(self, input, dst_ty, *rounding)
 
     unwrapped = int, float, bool, str, type(None), tensor
 
     semantic.binary_op_type_checking_impl = unless_same
     semantic.binary_op_sanitize_overflow_impl = if_asserted
     semantic.broadcast_impl_value, semantic.cast = unless_equal, unless_cast
+    semantic.to_tensor = lambda self, x, *check: x if x.__class__ is tensor else to_tensor(self, x, *check)
     # Of scalar types, which are few.
     remembered = cache(partial(computed, semantic(None)))
     semantic.computation_type_impl = lambda self, *types: remembered(*types)
@@ -177,6 +214,27 @@ def _types_once(tl) -> None:
     block.__eq__ = lambda self, other: self.__dict__ is getattr(other, "__dict__", None) or equal(self, other)
     same = scalar.__eq__
     scalar.__eq__ = lambda self, other: self is other or same(self, other)
+
+
+def _arrays(tl, interpreter, cast, expand) -> None:
+    """What numpy does by itself: float32 cut to the bits of bfloat16 and back, and another axis."""
+    import numpy as np
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+
+    def unless_bits(self, src, dst_type):
+        source, scalar = src.dtype.scalar, dst_type.scalar
+        if source.name == "bf16" and scalar.name == "fp32":
+            return handle((src.data.astype(np.uint32) << 16).view(np.float32), scalar)
+        if source.name == "fp32" and scalar.name == "bf16":
+            return handle((src.data.view(np.uint32) >> 16).astype(np.uint16), scalar)
+        return cast(self, src, dst_type)
+
+    def expanded(self, arg, axis):
+        shape = arg.data.shape
+        return handle(arg.data.reshape((*shape[:axis], 1, *shape[axis:])), arg.dtype.scalar) if axis >= 0 else expand(self, arg, axis)
+
+    builder.cast_impl, builder.create_expand_dims = unless_bits, expanded
 
 
 def _multiply_numbers(tl, interpreter) -> None:
