@@ -113,7 +113,7 @@ def results(package):
     config = package.SSTAConfig(tile_thw=(2, 4, 4), density=0.4, compensation="linear")
     tokens = package.TokenLayout.video_text((4, 8, 8), 16)
     compensated = package.ssta_attention(q, k, v, tokens, config)
-    compiled = torch.compile(lambda q: package.ssta_attention(q, k, v, tokens, config), backend="aot_eager", fullgraph=True)(q)
+    compiled = torch.compile(lambda q: package.ssta_attention(q, k, v, tokens, config), backend="eager", fullgraph=True)(q)
     torch.testing.assert_close(compiled, compensated)
     blocks = package.kernels.BlockLists.from_mask(torch.rand(2, 8, 8) < 0.4, q_offsets=34, kv_offsets=34)
     attended = package.kernels.block_sparse_attention(q, k, v, blocks)

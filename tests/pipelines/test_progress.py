@@ -74,16 +74,16 @@ def expected(count: int, fraction: float = 0.3) -> list[bool]:
 @pytest.mark.parametrize("name, each", CASES)
 def test_the_first_steps_of_every_pipeline_are_dense(name, each):
     tiny = PIPELINES[name]
-    pipe = tiny.build(layers=2, scheduler=each and SCHEDULERS[name][each])
+    pipe = tiny.build(layers=1, scheduler=each and SCHEDULERS[name][each])
     with apply_ssta(pipe, SPARSE, schedule=THIRD) as handle, warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         trail = Trail(pipe.transformer)
         # Twice in a row, with more steps, and with a single one, which stays sparse.
-        for steps in (3, 3, 4) + ((1,) if name not in ("mochi", "cogvideox_video_to_video") else ()):
+        for steps in (2, 2, 4) + ((1,) if name not in ("mochi", "cogvideox_video_to_video") else ()):
             whole = {"strength": 1.0} if name.endswith("video_to_video") else {}
             latents(pipe, steps=steps, **tiny.call | whole)
             assert trail.steps(steps) == expected(steps)
-            assert (handle.report()[1].steps, handle.report()[1].dense_steps) == (steps, sum(expected(steps)))
+            assert (handle.report()[-1].steps, handle.report()[-1].dense_steps) == (steps, sum(expected(steps)))
 
 
 @pytest.mark.parametrize("name, each", [case for case in CASES if case[0].endswith("video_to_video")])
