@@ -57,7 +57,7 @@ def patterns(device):
                                         q_lengths=lengths([5, 0, 33, 20]), kv_lengths=lengths([30, 17, 0, 11])), 2, 1, 70, 90),
         "lengths per batch element": (BlockLists.from_mask(mask(1, 1, 4, 3), 16, 32, q_lengths=lengths([[[16, 3, 0, 9]], [[1, 16, 16, 0]]]),
                                                            kv_lengths=lengths([[[32, 0, 5]], [[9, 32, 20]]])), 2, 2, 64, 96),
-        "keys one by one": (BlockLists.from_mask(mask(2, 2, 3, 50), 16, 1), 4, 2, 40, 50),
+        "keys one by one": (BlockLists.from_mask(mask(2, 2, 3, 26), 16, 1), 4, 2, 40, 26),
         "short key blocks": (BlockLists.from_mask(mask(2, 3, 6), 24, ragged([5, 0, 9, 9, 2, 6], device),
                                                   kv_lengths=lengths([5, 0, 4, 9, 1, 0])), 4, 2, 61, 31),
         "offsets per key head": (BlockLists.from_mask(mask(1, 2, 2, 3), 24, two_cuts), 4, 2, 48, 40),
