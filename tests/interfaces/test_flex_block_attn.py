@@ -23,8 +23,9 @@ def test_against_float64(device, dtype, form, blocks, heads):
     shape = {"2-D": (), "4-D": (2, query_heads), "4-D shared": (1, 1), "4-D per key head": (2, kv_heads), "3-D": (query_heads,)}[form]
     mask = torch.rand(*shape, nq, nk, device=device) < 0.5
     mask[..., 1, :] = False  # an empty row of blocks gives zeros, whatever the ratio
-    q = torch.randn(2, query_heads, nq * q_block, 64, device=device, dtype=dtype)
-    k, v = torch.randn(2, 2, kv_heads, nk * kv_block, 64, device=device, dtype=dtype).unbind()
+    dim = 64 if device == "cuda" else 16
+    q = torch.randn(2, query_heads, nq * q_block, dim, device=device, dtype=dtype)
+    k, v = torch.randn(2, 2, kv_heads, nk * kv_block, dim, device=device, dtype=dtype).unbind()
     every = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
     every = every.repeat_interleave(query_heads // every.shape[1], 1) if every.shape[1] > 1 else every
     visible = tokens_of(every, q_block, kv_block)

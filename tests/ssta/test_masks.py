@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cases import spread
 
 from ssta import ssta_3d_attention
 from ssta.kernels.interfaces import flex_block_attn_func
@@ -58,11 +59,10 @@ def test_sta(kernel, text):
     assert torch.equal(mask, with_text(near_by_loops(kernel), text, True))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("sampling", ["similarity", None, "importance"])
-@pytest.mark.parametrize("text, add_text", [(0, False), (2, False), (2, True)])
-def test_moba(batch, shared, sampling, text, add_text):
+@pytest.mark.parametrize("sampling, of_text, shared, batch", spread(
+    ["similarity", None, "importance"], [(0, False), (2, False), (2, True)], [True, False], [1, 2]))
+def test_moba(sampling, of_text, shared, batch):
+    text, add_text = of_text
     q, k = torch.randn(batch, 4, 192, 8), torch.randn(batch, 2, 192, 8)
     lambda_ = 0.7 if sampling == "importance" else None
     mask = create_moba_3d_mask(q, k, CANVAS, 3, TILE, KERNEL, text, add_text, lambda_=lambda_, mask_share_within_head=shared,
