@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels import Deferred
@@ -15,7 +14,7 @@ from ..sequence import TokenLayout
 from ..spec import LayerSpec, Peers
 from .around import Around, Exchange
 from .exchange import Deals, Incoming, ToTokens, packet_spans, send_tokens
-from .group import resolve_group
+from .group import group_named, resolve_group
 from .runs import Run, runs_of
 from .shares import Sent, Shares, own_spec
 from .world import in_graph, recorded
@@ -169,7 +168,7 @@ class Shards(Shares):
 
 def all_heads(peers: Peers, q_means: Tensor, k_means: Tensor) -> tuple[Tensor, Tensor]:
     """What each rank has of its heads, of all: ``[B, H_r, N, C]`` -> ``[B, H, N, C]``, and so of key heads. Without gradients."""
-    group = dist.distributed_c10d._resolve_process_group(peers.group)  # type: ignore[arg-type]
+    group = group_named(peers.group)
     own, keys = (Shards((Run(x.shape[2], False),), group.size(), group.rank(), group) for x in (q_means, k_means))
     if own.ranks == 1:
         return q_means, k_means
