@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 import torch
 from quick_interpreter import quicken
-from uninitialised import poisoned
+from uninitialised import poison_free_memory, poisoned
 
 GPU = torch.cuda.is_available()
 if not GPU:
@@ -64,3 +64,10 @@ def _uninitialised_memory_is_nan(monkeypatch):
     """Every floating tensor that is made without a value starts as NaN, so that what a kernel forgets to write is seen."""
     for owner, name, replacement in poisoned():
         monkeypatch.setattr(owner, name, replacement)
+
+
+@pytest.fixture(autouse=True)
+def _free_memory_of_a_gpu_is_nan(request):
+    """The same for memory that tests before this one have freed."""
+    if GPU and request.node.get_closest_marker("gpu"):
+        poison_free_memory()

@@ -62,21 +62,27 @@ def assert_as_exact_as_torch(attention, q, k, v, blocks, scale=None, causal=Fals
     eager = attention_with_gradients(lambda q, k, v: eager_attention(q, k, v, blocks, scale, causal), q, k, v, dout, dlse)
     mine = attention_with_gradients(attention, q, k, v, dout, dlse)
     for name, got, plain, truth in zip(("out", "lse", "dq", "dk", "dv"), mine, eager, exact):
-        assert got.shape == truth.shape, f"{name} has shape {tuple(got.shape)}, not {tuple(truth.shape)}"
-        if name == "lse":
-            assert torch.equal(got == float("-inf"), truth == float("-inf")), "lse is -inf in other rows than the empty ones"
-            got, plain, truth = (x.masked_fill(truth == float("-inf"), 0.0)[..., None] for x in (got, plain, truth))
-        assert got.isfinite().all(), f"{name} is not finite at {_first(~got.isfinite())}"
-        # Half a unit in the last place of the result, and of float32 for what is summed before it.
-        rounding = max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps * 16)
-        error, allowed = (got.double() - truth).abs(), FACTOR * (plain.double() - truth).abs()
-        worst = allowed.max() + rounding * truth.abs().max()
-        assert error.max() <= worst, f"{name} is off by {error.max():.3e} at {_first(error == error.max())}; {worst:.3e} is allowed"
-        error, allowed, size = (_block_rms(x, block) for x in (error, allowed, truth))
-        # A block's own rounding; of the typical block for those that cancel to nearly nothing.
-        allowed = slack * (allowed + rounding * torch.maximum(size, size.mean()))
-        wrong = error > allowed
-        assert not wrong.any(), f"{name}: block {_first(wrong)} is off by {(error / allowed).max():.2f} of what is allowed"
+        assert_no_worse(name, got, plain, truth, block, slack)
+
+
+def assert_no_worse(name, got, plain, truth, block, slack=1.0):
+    """``got`` is no farther from ``truth`` than FACTOR times ``plain`` is, plus rounding; as a whole and, of ``[B, H, S, D]``, in every run
+    of ``block`` rows. ``[B, H, S]`` is a log-sum-exp, which is -inf in empty rows."""
+    assert got.shape == truth.shape, f"{name} has shape {tuple(got.shape)}, not {tuple(truth.shape)}"
+    if got.dim() == 3:
+        assert torch.equal(got == float("-inf"), truth == float("-inf")), f"{name} is -inf in other rows than the empty ones"
+        got, plain, truth = (x.masked_fill(truth == float("-inf"), 0.0)[..., None] for x in (got, plain, truth))
+    assert got.isfinite().all(), f"{name} is not finite at {_first(~got.isfinite())}"
+    # Half a unit in the last place of the result, and of float32 for what is summed before it.
+    rounding = max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps * 16)
+    error, allowed = (got.double() - truth).abs(), FACTOR * (plain.double() - truth).abs()
+    worst = allowed.max() + rounding * truth.abs().max()
+    assert error.max() <= worst, f"{name} is off by {error.max():.3e} at {_first(error == error.max())}; {worst:.3e} is allowed"
+    error, allowed, size = (_block_rms(x if x.dim() == 4 else x.flatten()[None, None, :, None], block) for x in (error, allowed, truth))
+    # A block's own rounding; of the typical block for those that cancel to nearly nothing.
+    allowed = slack * (allowed + rounding * torch.maximum(size, size.mean()))
+    wrong = error > allowed
+    assert not wrong.any(), f"{name}: block {_first(wrong)} is off by {(error / allowed).max():.2f} of what is allowed"
 
 
 def _block_rms(x, block):

@@ -1,6 +1,9 @@
-"""Uninitialised memory that shows: replacements of what makes tensors without values, which fill them with NaN."""
+"""Uninitialised memory that shows: replacements of what makes tensors without values, and a fill of what the GPU's allocator holds free."""
 
 import torch
+
+# Four bytes of it are NaN in every floating dtype from 16 bits on, and -1 as an integer.
+POISON = 0xFF
 
 
 def poisoned():
@@ -27,3 +30,26 @@ def poisoned():
 
     makers = [(torch, name, poison(getattr(torch, name))) for name in ("empty", "empty_like", "empty_strided")]
     return [*makers, (torch.Tensor, "new_empty", new_empty)]
+
+
+def free_blocks(segments, device, stream):
+    """Bytes of each free block that the allocator can give to ``stream`` of ``device``, by ``torch.cuda.memory_snapshot()``; those of
+    graphs belong to pools of their own."""
+    usable = [of for of in segments if (of["device"], of["stream"], tuple(of.get("segment_pool_id", (0, 0)))) == (device, stream, (0, 0))]
+    # A request of at most 1 MiB is served from small segments.
+    return [block["size"] for of in usable for block in of["blocks"]
+            if block["state"] == "inactive" and (block["size"] <= 1 << 20) == (of["segment_type"] == "small")]
+
+
+def poison_free_memory():
+    """Fills all memory that torch's allocator holds free for the current stream; without a GPU, and in a capture, it does nothing.
+
+    What a kernel or an extension takes from the allocator by itself passes ``poisoned`` by.
+    """
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return
+    device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+    # The allocator serves a request from the smallest block that is large enough: from one of just this size.
+    taken = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in free_blocks(torch.cuda.memory_snapshot(), device, stream)]
+    for block in taken:
+        block.fill_(POISON)
