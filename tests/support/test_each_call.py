@@ -117,7 +117,7 @@ def test_a_state_goes_through_as_many_calls_as_its_reference():
     def one():
         return (torch.randn(1, 1, 16, 16, device=DEVICE).bfloat16(),)
 
-    each_call_is_right(lambda: (summing(zero()), summing(zero()), one), between=False)
+    each_call_is_right(lambda: (summing(zero()), summing(zero()), one), same_bits=False)
     once = summing(zero())
     with pytest.raises(AssertionError, match="call 1 at the same addresses: result 0 is off"):
         each_call_is_right(lambda: (once, summing(zero()), one))
@@ -132,6 +132,17 @@ def test_on_a_gpu_a_graph_that_holds_the_first_inputs_is_seen():
 
     held: list = []
     with pytest.raises(AssertionError, match="call 2 replayed: result 0 is off"):
+        each_call_is_right(lambda: (step, exact, draw), block=4, same_bits=False)
+    with pytest.raises(AssertionError, match="replay 1 differs from a call with the same inputs"):
+        each_call_is_right(lambda: (step, exact, draw), block=4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_step_that_waits_is_seen():
+    def step(x, y):
+        return exact(x * float(x.isfinite().all()), y)
+
+    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
         each_call_is_right(lambda: (step, exact, draw), block=4)
 
 
