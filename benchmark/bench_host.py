@@ -21,7 +21,7 @@ from functools import partial
 
 import measure
 import torch
-from against import add_against, compare
+from sides import add_against, compare
 from arguments import add_names, add_rounds, named, new_parser, number
 from bench_layer import sampled_error
 from measure import RESULTS, measure_each, peak_extra_mib, print_machine, quartiles

@@ -24,7 +24,7 @@ from functools import partial
 from typing import NoReturn
 
 import torch
-from against import add_against, compare
+from sides import add_against, compare
 from arguments import SHAPE, add_rounds, kernel_shape, new_parser
 from measure import (
     NO_TIMES,

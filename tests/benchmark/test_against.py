@@ -26,7 +26,7 @@ def tree(folder, linked):
 
 @pytest.mark.parametrize("linked", [False, True])
 def test_the_checkout_is_what_is_imported(tmp_path, linked):
-    from against import checkout, package
+    from sides import checkout, package
 
     package(checkout(str(tree(tmp_path / "tree", linked))), tmp_path / "path")
     code = "import ssta.pipelines, ssta.kernels.where as w; print(w.HERE, w.__name__)"
@@ -37,7 +37,7 @@ def test_the_checkout_is_what_is_imported(tmp_path, linked):
 
 def test_what_is_no_checkout_is_refused(tmp_path, capsys):
     import bench_host
-    from against import checkout
+    from sides import checkout
 
     with pytest.raises(argparse.ArgumentTypeError, match="DIR must be a checkout of this repository, with ssta/__init__.py, got"):
         checkout(str(tmp_path))
@@ -47,7 +47,7 @@ def test_what_is_no_checkout_is_refused(tmp_path, capsys):
 
 
 def test_sides_alternate_until_both_have_ended():
-    from against import take_turns
+    from sides import take_turns
 
     worked = []
 
@@ -65,7 +65,7 @@ def test_sides_alternate_until_both_have_ended():
 
 
 def test_rows_are_compared_by_their_keys():
-    from against import compared
+    from sides import compared
 
     def row(name, ms, spread, mib):
         return dict(what=name, median_ms=ms, q1_ms=ms and str(float(ms) - spread), q3_ms=ms and str(float(ms) + spread), extra_mib=mib)

@@ -20,6 +20,7 @@ from pathlib import Path
 import measure
 
 ENDED = "ended with an error"
+FLOORS = ("kernels", "pipelines", "interfaces")
 
 
 def add_against(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +29,7 @@ def add_against(parser: argparse.ArgumentParser) -> None:
 
 
 def checkout(text: str) -> Path:
+    """The folder ``text``, which holds the package's folders; ``git archive COMMIT ssta kernels pipelines src | tar x -C DIR`` makes one."""
     tree = Path(text).resolve()
     for part in ("ssta/__init__.py", "kernels/__init__.py"):
         if not (tree / part).is_file():
@@ -124,11 +126,13 @@ class Side:
 def package(tree: Path, path: Path) -> None:
     """Makes ``path``/ssta of links, so that ``import ssta`` with ``path`` on PYTHONPATH is that of the checkout ``tree``.
 
-    The floors kernels and pipelines stand at the top of the repository; whether ssta/ has links to them differs between commits.
+    The floors kernels, pipelines and interfaces stand at the top of the repository; which there are, and whether ssta/ has links to them,
+    differs between commits.
     """
     home = path / "ssta"
     home.mkdir(parents=True)
-    parts = {part.name: part for part in (*(tree / "ssta").iterdir(), tree / "kernels", tree / "pipelines")}
+    floors = [tree / floor for floor in FLOORS if (tree / floor / "__init__.py").is_file()]
+    parts = {part.name: part for part in (*(tree / "ssta").iterdir(), *floors)}
     for name, part in parts.items():
         if name != "__pycache__":
             (home / name).symlink_to(part.resolve())
