@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from random_calls import Call, Named, digest, names, run
+from random_calls import Call, Named, digest, digests, names, run
 from torch import Tensor
 
 # Ranks that wait for one another longer than this do not agree.
@@ -46,17 +46,17 @@ class Side:
     def run(self, specs: list[dict]) -> list[dict]:
         """For each spec its tensors' digests, and those of them that later calls wrote to; or what it raised."""
         self.specs, self.found = specs, []
-        digests: list[dict[str, str]] = []
+        firsts: list[dict[str, str]] = []
         for spec in specs:
             found = self._run(spec)
             self.found.append(found)
-            digests.append({} if isinstance(found, str) else {name: digest(x) for name, x in found.items()})
+            firsts.append({} if isinstance(found, str) else digests(found))
         answers: list[dict] = []
-        for found, first in zip(self.found, digests):
+        for found, first in zip(self.found, firsts):
             if isinstance(found, str):
                 answers.append(dict(error=found))
             else:
-                answers.append(dict(digests=first, changed=[name for name, x in found.items() if digest(x) != first[name]]))
+                answers.append(dict(digests=first, changed=[name for name, text in digests(found).items() if text != first[name]]))
         return answers
 
     def _run(self, spec: dict) -> Named | str:
@@ -97,7 +97,8 @@ class Side:
             # The differences count without it too.
             print(f"no float64 for {spec['name']}: {error}", file=sys.stderr)
             exact, tiles = {}, None
-        return {name: apart(name, own, other, exact, tiles) for name in own if name in other and digest(own[name]) != digest(other[name])}
+        return {name: apart(name, own, other, exact, tiles) for name, text in digests(own).items()
+                if name in other and text != digest(other[name])}
 
 
 def reference(spec: dict, device: str) -> tuple[Named, Tensor | None]:

@@ -14,6 +14,8 @@ import ssta
 from ssta import kernels
 
 Named = dict[str, Tensor]
+# How names of tensors of a list of blocks begin.
+LIST = "list:"
 # A multiplier whose product with an index mixes all bits, and one for what comes of it.
 MIX, MIX_AGAIN = -7046029254386353131, -4658895280553007687
 
@@ -211,13 +213,11 @@ class Call:
             kv = spec["kv_segments"]
             out, blocks = ssta.ssta_attention(q, k, v, self.layout, self.config, kv_layout=self._layout(kv) if kv else None,
                                               return_blocks=True, **options)
-            return dict(out=out, selection=blocks.to_mask(), counts=blocks.counts, indices=blocks.indices)
+            return {"out": out, "selection": blocks.to_mask(), f"{LIST} counts": blocks.counts, f"{LIST} indices": blocks.indices}
 
         if self.group is not None:
             inputs = tuple(self._mine(x) for x in inputs)
-        found = self._recorded(attend, list(inputs[:3]), list(inputs[3:]), ["q", "k", "v"])
-        # The order of a list is nothing, nor are its entries behind its count.
-        return {name: x for name, x in found.items() if name not in ("counts", "indices")}
+        return self._recorded(attend, list(inputs[:3]), list(inputs[3:]), ["q", "k", "v"])
 
     def _by_name(self) -> dict[str, Any]:
         return {"topk": None} | {name: tuple(value) if isinstance(value, list) else value for name, value in self.spec["config"].items()}
@@ -326,6 +326,11 @@ class Call:
 
 def _rotary(key: Tensor, first: Tensor) -> Tensor:
     return key * (1 + 0.01 * first).to(key.dtype)
+
+
+def digests(found: Named) -> dict[str, str]:
+    """By name; not of lists, whose order is nothing, nor are their entries behind their counts."""
+    return {name: digest(x) for name, x in found.items() if not name.startswith(LIST)}
 
 
 def digest(x: Tensor) -> str:
