@@ -29,7 +29,7 @@ def add_against(parser: argparse.ArgumentParser) -> None:
 
 
 def checkout(text: str) -> Path:
-    """The folder ``text``, which holds the package's folders; ``git archive COMMIT ssta kernels pipelines src | tar x -C DIR`` makes one."""
+    """The folder ``text``, which holds those of the package. ``git archive COMMIT ssta kernels pipelines src | tar x -C DIR`` fills one."""
     tree = Path(text).resolve()
     for part in ("ssta/__init__.py", "kernels/__init__.py"):
         if not (tree / part).is_file():
@@ -97,15 +97,23 @@ class Side:
         for end in (theirs_in, theirs_out):
             os.close(end)
         log.close()
-        os.read(self._done, 1)  # it has started
+        self.wants = os.read(self._done, 1)  # it has started
 
     def next(self) -> bool:
         """Hands the turn over and waits for it to come back; False once the script has ended."""
+        self.hand_over()
+        return self.returned()
+
+    def hand_over(self) -> None:
         try:
             os.write(self._go, b".")
         except BrokenPipeError:
             pass
-        if os.read(self._done, 1):
+
+    def returned(self) -> bool:
+        """Waits for the turn; False once the script has ended. ``wants`` is then what the script asks the next one for."""
+        self.wants = os.read(self._done, 1)
+        if self.wants:
             return True
         if self._process.wait():
             log = (self._folder / "log").read_text().splitlines()
@@ -169,8 +177,8 @@ TIMES = (("q1_ms", "median_ms", "q3_ms"), ("q1_us", "host_us", "q3_us"))
 
 def run_one_side(script: str, folder: str, read: str, write: str, *argv: str) -> None:
     """What a Side's process does."""
-    def wait_for_turn() -> None:
-        os.write(int(write), b".")
+    def wait_for_turn(wants: bytes = measure.ALONE) -> None:
+        os.write(int(write), wants)
         if not os.read(int(read), 1):
             raise SystemExit("the other side has ended")
 

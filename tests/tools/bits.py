@@ -1,17 +1,17 @@
-"""Do two checkouts give the same bits? Random calls of both, and how far apart and from float64 the results are where they differ.
+"""Do two checkouts give the same bits? Random calls of both, and the size of each difference.
 
-    python tests/tools/bits.py OLD NEW [--calls 10000] [--seconds N] [--seed S] [--device cpu|cuda] [--only KIND ...] [--processes N]
-                               [--call N ...] [--judged 100]
+    python tests/tools/bits.py OLD NEW [--calls 10000] [--seconds N] [--seed S] [--device cpu|cuda] [--only KIND ...] [--call N ...]
+                               [--processes N] [--judged 100]
 
-OLD and NEW are checkouts of this repository. ``git archive COMMIT ssta kernels pipelines src | tar x -C build/old`` makes one in a folder that
-is there. Each library runs in processes of its own, in pairs that get the same specs (random_specs.py) and use public names only: layers
-without and with estimates, lists of blocks, dense attention, VSA, SLA, deferred q, k and v, caches, and two ranks; results, selections,
-lse and gradients; one to four calls each with nothing freed, some at the same addresses.
+OLD and NEW are folders. ``git archive COMMIT ssta kernels pipelines src | tar x -C DIR`` fills one. Each library runs in processes of its
+own, in pairs that get the same specs (random_specs.py), and through its public names alone. The kinds are layers without and with
+estimates, lists of blocks, dense attention, VSA, SLA, deferred q, k and v, caches, and two ranks. A spec has one to four calls, of which
+nothing is freed, with other inputs, in other memory or in the same. Results, selections, lse and gradients are compared.
 
-Printed are the calls of each kind, how many have equal bits, and every difference without an estimate. With an estimate it is the mean and the
-worst of the distances to float64, in rows for which both sides and float64 select the same tiles, that count. Kinds and settings that one side
-does not have are left out, which is said. Exit status 1: bits of a call without an estimate differ; estimates got worse; one side raised, wrote
-to a result that it had returned, or ended; or nothing was compared. ``--only "two parts" --call 17`` runs one call again and prints its spec.
+Without an estimate every difference is listed. With an estimate the distances to float64 count, in rows that select the same tiles. Kinds
+and settings that one side does not have are left out, which is said. Exit status 1: a call without an estimate has other bits; estimates
+are farther from float64; one side raised, ended, or wrote to a result that it had returned; nothing was compared.
+``--only "two parts" --call 17`` runs one call again and prints its spec.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def printed(report: Report, say: Any = print) -> int:
             say(f"LEFT OUT: {number} calls: {reason}")
     farther = estimates(report, kinds, say)
     listed = [of for of in report.differences if not KINDS[of[0]].estimated]
-    for kind, name, tensor, how in listed[:SHOWN]:
+    for _, name, tensor, how in listed[:SHOWN]:
         say(f"DIFFERS: {name}: {tensor}: {said(how)}")
     if len(listed) > SHOWN:
         say(f"... and {len(listed) - SHOWN} more tensors")

@@ -2,13 +2,14 @@
 
     python tests/tools/soak.py [--processes 4] [--seconds 90] [--calls 60] [--seed S] [--device cpu|cuda] [--only KIND ...]
 
-Every process has the same specs (random_specs.py), forwards and backwards. Its first pass runs each once and notes digests; they must be those of
-the other processes. Then, for so many seconds, it takes specs in any order: as they are, on a side stream, captured in a CUDA graph, or by
-replaying one that it has kept, with inputs copied in. Results of earlier calls are looked at once more before they go, and then
-overwritten with NaN, as their owner may. What goes wrong only once in thousands of calls, or only beside other processes, shows here.
+Every process has the same specs (random_specs.py), with forwards and backwards. Its first pass runs each spec once and keeps the digests,
+which must be those of the other processes. For --seconds it then takes specs in any order. A call runs as it is, on a side stream, in a
+CUDA graph that is captured anew, or in a captured one that is replayed on other inputs. Results live on while later calls run. They are
+looked at again before they go, and overwritten, as their owner may do. The faults of one launch in thousands, and those of several
+processes at once, show here.
 
-Exit status 1: other bits, a result that a later call wrote to, an error, or a process that ended. Every line names the spec, which
-``tests/tools/bits.py OLD NEW --only KIND --call N --seed S`` runs alone.
+Exit status 1: other bits, a result that a later call wrote to, an error, or a process that ended. Every line names the spec.
+``tests/tools/bits.py OLD NEW --only KIND --call N --seed S`` runs a spec alone.
 """
 
 from __future__ import annotations
