@@ -54,6 +54,7 @@ class Report:
         selections: by kind, calls that select other tiles.
         wrong: what is wrong whatever the kind.
         left_out: calls by the reason why they were not made.
+        reasons: calls by what both sides refuse them with.
     """
 
     equal: Counter = field(default_factory=Counter)
@@ -64,6 +65,7 @@ class Report:
     selections: Counter = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     left_out: Counter = field(default_factory=Counter)
+    reasons: Counter = field(default_factory=Counter)
 
     def calls(self, kind: str) -> int:
         return self.equal[kind] + self.other[kind] + self.refused[kind]
@@ -147,10 +149,13 @@ class Pair:
             with lock:
                 report.wrong.append(f"bits.py itself failed: {type(error).__name__}: {error}")
         finally:
-            for side in self.sides:
-                side.close()
+            self.close()
             with lock:
                 report.left_out["time was over, or a side ended"] += len(todo)
+
+    def close(self) -> None:
+        for side in self.sides:
+            side.close()
 
     def _judged(self, number: int) -> dict:
         old, new = self.sides
@@ -168,6 +173,8 @@ def compare(spec: Spec, old: dict, new: dict, report: Report) -> bool:
     if any(errors):
         same = all(errors) and len({str(error).split(":")[0] for error in errors}) == 1
         report.refused[kind] += same
+        if same:
+            report.reasons[f"{kind}: {errors[0]}"] += 1
         report.other[kind] += not same
         if not same:
             report.wrong.append(f"{name}: OLD {errors[0] or 'runs'}; NEW {errors[1] or 'runs'}")
@@ -199,6 +206,8 @@ def printed(report: Report, say: Any = print) -> int:
     for reason, number in sorted(report.left_out.items()):
         if number:
             say(f"LEFT OUT: {number} calls: {reason}")
+    for reason, number in report.reasons.most_common(5):
+        say(f"refused by both: {number} calls, {reason[:200]}")
     farther = estimates(report, kinds, say)
     listed = [of for of in report.differences if not KINDS[of[0]].estimated]
     for _, name, tensor, how in listed[:SHOWN]:
@@ -277,6 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--judged", type=int, default=100, help="calls of each kind whose differences are measured (default %(default)s)")
     options = parser.parse_args(argv)
     kinds = [kind for kind in options.only or KINDS if options.device == "cuda" or not KINDS[kind].gpu]
+    able = options.device == "cpu" or torch.cuda.device_count() > 1
     report, lock, start = Report(), threading.Lock(), time.monotonic()
     for kind in set(options.only or KINDS) - set(kinds):
         report.left_out[f"{kind}: needs a GPU"] += 1
@@ -290,21 +300,23 @@ def main(argv: list[str] | None = None) -> int:
         paths = [folder / "old", folder / "new"]
         for tree, path in zip((options.old, options.new), paths):
             package(tree, path)
-        pairs = [Pair(paths, options.device, folder) for _ in range(max(1, options.processes // 2))]
+        # Those of ranks are the last pair, and the only one where there is nothing else.
+        sizes = [1] * max(1, options.processes // 2) if any(KINDS[kind].ranks == 1 for kind in kinds) else []
+        if able and any(KINDS[kind].ranks > 1 for kind in kinds):
+            sizes.append(2)
+        pairs = [Pair(paths, options.device, folder, ranks) for ranks in sizes or [1]]
         try:
-            have = [set(of) for of in pairs[0].both("names")]
+            have = [set(names) for names in pairs[0].both("names")]
         except Ended as error:
             for pair in pairs:
-                for side in pair.sides:
-                    side.close()
+                pair.close()
             raise SystemExit(str(error)) from None
-        todo = possible(todo, have, report, options.device == "cpu" or torch.cuda.device_count() > 1)
+        todo = possible(todo, have, report, able)
         # A process has few kinds, so that few kernels are compiled twice, in any order.
-        shares = [[spec for spec in todo if KINDS[spec["kind"]].ranks > 1]]
         alone = [spec for spec in todo if KINDS[spec["kind"]].ranks == 1]
-        shares = [alone[len(alone) * i // len(pairs):len(alone) * (i + 1) // len(pairs)] for i in range(len(pairs))] + shares
-        if shares[-1]:
-            pairs.append(Pair(paths, options.device, folder, ranks=2))
+        single = sizes.count(1)
+        shares = [alone[len(alone) * i // single:len(alone) * (i + 1) // single] for i in range(single)]
+        shares.append([spec for spec in todo if KINDS[spec["kind"]].ranks > 1])
         threads = []
         for number, (pair, share) in enumerate(zip(pairs, shares)):
             random.Random(number).shuffle(share)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from random_calls import Call, Named, digest, digests, names, run
+from random_calls import Call, Named, digests, names, run, texts
 from torch import Tensor
 
 # Ranks that wait for one another longer than this do not agree.
@@ -27,7 +27,7 @@ class Side:
     """What one process does.
 
     Args:
-        device: "cuda" or "cpu".
+        device: "cuda:0" or the like, or "cpu".
         group: of its ranks, with the one through which they speak.
     """
 
@@ -44,39 +44,39 @@ class Side:
         return names()
 
     def run(self, specs: list[dict]) -> list[dict]:
-        """For each spec its tensors' digests, and those of them that later calls wrote to; or what it raised."""
-        self.specs, self.found = specs, []
-        firsts: list[dict[str, str]] = []
-        for spec in specs:
-            found = self._run(spec)
-            self.found.append(found)
-            firsts.append({} if isinstance(found, str) else digests(found))
+        """For each spec its tensors' digests, and the names of those that later calls wrote to; or what it raised."""
+        self.specs = specs
+        ran = [self._run(spec) for spec in specs]
+        self.found = [found for found, _ in ran]
         answers: list[dict] = []
-        for found, first in zip(self.found, firsts):
+        for found, first in ran:
             if isinstance(found, str):
                 answers.append(dict(error=found))
             else:
-                answers.append(dict(digests=first, changed=[name for name, text in digests(found).items() if text != first[name]]))
+                now = texts(found, digests(found))
+                answers.append(dict(digests=first, changed=[name for name, text in now.items() if text != first[name]]))
         return answers
 
-    def _run(self, spec: dict) -> Named | str:
+    def _run(self, spec: dict) -> tuple[Named | str, dict[str, str]]:
         found: Named | str
         try:
-            found = run(Call(spec, self.device, group=self.group))
-            if self.device == "cuda":
-                # What goes wrong there is told here, beside the call that did it.
-                torch.cuda.synchronize()
+            found, sums = run(Call(spec, self.device, group=self.group))
+            first = texts(found, sums)
         except Exception as error:
-            found = f"{type(error).__name__}: {error}"[:500]
-            if self.device == "cuda":
-                torch.cuda.synchronize()
+            found, first = f"{type(error).__name__}: {error}"[:500], {}
+        if self.device != "cpu":
+            # What goes wrong there is told here, beside the call that did it.
+            torch.cuda.synchronize()
         if self.group is None:
-            return found
+            return found, first
         parts: list[Any] = [None] * dist.get_world_size(self.group)
         mine = found if isinstance(found, str) else {name: x.cpu() for name, x in found.items()}
-        dist.all_gather_object(parts, mine, group=self.control)
-        wrong = [part for part in parts if isinstance(part, str)]
-        return wrong[0] if wrong else {f"{name} on rank {rank}": x for rank, part in enumerate(parts) for name, x in part.items()}
+        dist.all_gather_object(parts, (mine, first), group=self.control)
+        wrong = [part for part, _ in parts if isinstance(part, str)]
+        if wrong:
+            return wrong[0], {}
+        return ({f"{name} on rank {rank}": x for rank, (part, _) in enumerate(parts) for name, x in part.items()},
+                {f"{name} on rank {rank}": text for rank, (_, part) in enumerate(parts) for name, text in part.items()})
 
     def save(self, number: int, path: str) -> None:
         """Writes the tensors of spec ``number`` of the last ones."""
@@ -97,8 +97,8 @@ class Side:
             # The differences count without it too.
             print(f"no float64 for {spec['name']}: {error}", file=sys.stderr)
             exact, tiles = {}, None
-        return {name: apart(name, own, other, exact, tiles) for name, text in digests(own).items()
-                if name in other and text != digest(other[name])}
+        ours, theirs = (texts(of, digests(of)) for of in (own, other))
+        return {name: apart(name, own, other, exact, tiles) for name, text in ours.items() if name in theirs and text != theirs[name]}
 
 
 def reference(spec: dict, device: str) -> tuple[Named, Tensor | None]:
@@ -107,7 +107,7 @@ def reference(spec: dict, device: str) -> tuple[Named, Tensor | None]:
         # Norm and RoPE have no float64.
         return {}, None
     call = Call(spec, device, wide=True)
-    found = run(call)
+    found, _ = run(call)
     if not spec.get("shared"):
         return found, call.tile_of_token()
     # Of a selection each rank has its heads.
@@ -172,13 +172,13 @@ def main(device: str) -> None:
     torch.set_num_threads(1)
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     group = control = None
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     if ranks > 1:
-        if device == "cuda":
-            torch.cuda.set_device(rank)
         dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{os.environ['MEET']}", rank=rank,
                                 world_size=ranks, timeout=PATIENCE)
         group, control = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(hours=1))
-    side = Side(device, group, control)
+    side = Side(f"cuda:{rank}" if device == "cuda" else device, group, control)
     while True:
         line = sys.stdin.readline() if rank == 0 else ""
         requests = [json.loads(line) if line else None]

@@ -328,24 +328,32 @@ def _rotary(key: Tensor, first: Tensor) -> Tensor:
     return key * (1 + 0.01 * first).to(key.dtype)
 
 
-def digests(found: Named) -> dict[str, str]:
-    """By name; not of lists, whose order is nothing, nor are their entries behind their counts."""
+def digests(found: Named) -> dict[str, Tensor]:
+    """By name a number, int64 on the tensor's device, that other bits of one element always change; nothing waits for it. Lists have none:
+    their order is nothing, nor are the entries behind their counts."""
     return {name: digest(x) for name, x in found.items() if not name.startswith(LIST)}
 
 
-def digest(x: Tensor) -> str:
-    """The same for the same bits, shape and dtype; of other bits of one element always another."""
+def digest(x: Tensor) -> Tensor:
     of = x.detach().contiguous().flatten()
     words = of.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[of.element_size()]).long()
     # Odd factors, so that no difference of one word is lost modulo 2**64.
     factors = torch.arange(1, len(words) + 1, device=x.device) * MIX
     factors = ((factors ^ (factors >> 29)) * MIX_AGAIN) | 1
-    return f"{(words * factors).sum().item() & 0xFFFFFFFFFFFFFFFF:016x} {str(x.dtype).split('.')[1]} {list(x.shape)}"
+    return (words * factors).sum()
 
 
-def run(call: Call) -> Named:
-    """All calls of a spec, one after the other, nothing freed; names of later ones' tensors end in their number."""
+def texts(found: Named, sums: dict[str, Tensor]) -> dict[str, str]:
+    """``sums``, the digests of ``found``, as texts that tell dtypes and shapes apart too."""
+    return {name: f"{value.item() & 0xFFFFFFFFFFFFFFFF:016x} {str(found[name].dtype).split('.')[1]} {list(found[name].shape)}"
+            for name, value in sums.items()}
+
+
+def run(call: Call) -> tuple[Named, dict[str, Tensor]]:
+    """All calls of a spec, one after the other, nothing freed: (their tensors, the digests of these when they were returned). The names of
+    later calls' tensors end in the call's number."""
     found: Named = {}
+    sums: dict[str, Tensor] = {}
     memory: list[Tensor] = []
     for number in range(call.spec["calls"]):
         inputs = call.inputs(number)
@@ -354,5 +362,7 @@ def run(call: Call) -> Named:
                 own.copy_(new)
             inputs = memory
         memory = inputs
-        found |= {name if number == 0 else f"{name}, call {number}": x for name, x in call.step(inputs).items()}
-    return found
+        named = {name if number == 0 else f"{name}, call {number}": x for name, x in call.step(inputs).items()}
+        found |= named
+        sums |= digests(named)
+    return found, sums

@@ -99,9 +99,9 @@ def _one(draw: random.Random, weights: dict[Any, float]) -> Any:
 
 def _tensors(draw: random.Random, sizes: Sizes) -> Spec:
     """What all kinds have: how many calls with which inputs, and how the tensors lie."""
-    heads, kv_heads = draw.choice(sizes.heads)
-    return dict(batch=_one(draw, {1: 3, 2: 1}), heads=heads, kv_heads=kv_heads, dim=draw.choice(sizes.dims), dtype=_one(draw, sizes.dtypes),
-                impl=_one(draw, sizes.impls), strides=_one(draw, dict(zip(STRIDES, (3, 4, 1, 1, 0.3)))),
+    (heads, kv_heads), dtype, impl = draw.choice(sizes.heads), _one(draw, sizes.dtypes), _one(draw, sizes.impls)
+    return dict(batch=_one(draw, {1: 3, 2: 1}), heads=heads, kv_heads=kv_heads, dim=draw.choice(sizes.dims), dtype=dtype,
+                impl="auto" if dtype == "float32" else impl, strides=_one(draw, dict(zip(STRIDES, (3, 4, 1, 1, 0.3)))),
                 inputs=_one(draw, {"randn": 6, "long": 1, "outlier": 1, "means": 2}), scale=_one(draw, {None: 5, 0.2: 1}),
                 grad=draw.random() < 0.4, calls=_one(draw, {1: 5, 2: 3, 4: 1}), same_memory=draw.random() < 0.4, needs=[])
 

@@ -24,14 +24,14 @@ import tempfile
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import torch  # noqa: E402
-from random_calls import Call, Named, digests, run  # noqa: E402
+from random_calls import Call, Named, digests, run, texts  # noqa: E402
 from random_specs import KINDS, Spec, specs  # noqa: E402
 
 # Results that are held while later calls run, graphs that a process keeps, and lines that it prints at most.
@@ -46,64 +46,72 @@ class Soak:
 
     Args:
         todo: its specs.
-        device: "cuda" or "cpu".
+        device: "cuda:0" or "cpu".
         number: of the process.
+
+    Attributes:
+        first: by spec the digests of its first time; none of one that was refused.
+        wrong, refused: lines for the report.
+        ways: how often calls were made in each way.
     """
 
     def __init__(self, todo: Sequence[Spec], device: str, number: int) -> None:
-        self.device, self.calls = device, [Call(spec, device) for spec in todo]
+        self.gpu, self.calls = device.startswith("cuda"), [Call(spec, device) for spec in todo]
         self.first: list[dict[str, str]] = []
         self.wrong: list[str] = []
+        self.refused: list[str] = []
         self.ways: Counter[str] = Counter()
         self._draw = random.Random(number)
         self._held: deque[tuple[Call, Named, dict[str, str]]] = deque()
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[torch.Tensor], Named]] = {}
-        self._side = torch.cuda.Stream() if device == "cuda" else None
+        self._side = torch.cuda.Stream() if self.gpu else None
 
     def first_pass(self) -> None:
         for call in self.calls:
-            self.first.append(digests(self._named(call, "as it is", lambda call=call: run(call))))
+            try:
+                self.first.append(texts(*run(call)))
+            except (TypeError, ValueError, NotImplementedError) as error:
+                # Not everything that is drawn can run everywhere.
+                self.refused.append(f"{call.spec['name']}: {error}"[:200])
+                self.first.append({})
+        self._able = [index for index, first in enumerate(self.first) if first]
 
     def turn(self) -> None:
         """One call, in one way."""
-        index = self._draw.randrange(len(self.calls))
+        index = self._draw.choice(self._able)
         call = self.calls[index]
-        ways = WAYS if self.device == "cuda" and KINDS[call.spec["kind"]].captured else {"as it is": 3, "side stream": 1}
+        ways = WAYS if self.gpu and KINDS[call.spec["kind"]].captured else {"as it is": 3, "side stream": 1}
         way = self._draw.choices(list(ways), list(ways.values()))[0]
         if way == "replay" and index not in self._graphs:
             way = "capture"
         if way in ("capture", "replay"):
-            found = self._named(call, way, lambda: self._by_graph(index, way))
+            found, first = self._ran(call, way, lambda: self._by_graph(index, way))
         elif way == "side stream":
-            found = self._named(call, way, lambda: self._aside(call))
+            found, first = self._ran(call, way, lambda: self._aside(call))
         else:
-            found = self._named(call, way, lambda: run(call))
+            found, first = self._ran(call, way, lambda: run(call))
         self.ways[way] += 1
-        texts, wanted = digests(found), self.first[index]
-        others = [name for name, text in texts.items() if wanted.get(name) != text]
+        others = [name for name, text in first.items() if self.first[index].get(name) != text]
         if others:
             self._say(call, way, f"other bits than the first time in {', '.join(others)}")
-        if way != "replay":
-            self._hold(call, found, texts)
+        self._hold(call, found, first)
 
     def close(self) -> None:
         while self._held:
             self._release()
 
-    def _named(self, call: Call, way: str, function) -> Named:
-        """What ``function`` gives, nothing where it raises; CUDA's errors end the process, for nothing works after one."""
+    def _ran(self, call: Call, way: str, function: Callable[[], tuple[Named, dict]]) -> tuple[Named, dict[str, str]]:
+        """What ``function`` gives with its digests, nothing where it raises. CUDA's errors end the process, for nothing works after one."""
         try:
-            found = function()
-            if self.device == "cuda":
-                torch.cuda.synchronize()
-            return found
+            found, sums = function()
+            return found, texts(found, sums)
         except Exception as error:
             self._say(call, way, f"{type(error).__name__}: {error}"[:400])
-            if self.device == "cuda":
+            if self.gpu:
                 torch.cuda.synchronize()
-            return {}
+            return {}, {}
 
-    def _aside(self, call: Call) -> Named:
+    def _aside(self, call: Call) -> tuple[Named, dict]:
         if self._side is None:
             # Without a GPU its part is taken by a call in between, of other inputs.
             call.step(call.inputs(call.spec["calls"]))
@@ -114,7 +122,7 @@ class Soak:
         torch.cuda.current_stream().wait_stream(self._side)
         return found
 
-    def _by_graph(self, index: int, way: str) -> Named:
+    def _by_graph(self, index: int, way: str) -> tuple[Named, dict]:
         """The first of a spec's calls: captured, on other inputs, or replayed."""
         call = self.calls[index]
         if way == "capture":
@@ -136,16 +144,17 @@ class Soak:
         for own, new in zip(memory, call.inputs(0)):
             own.copy_(new)
         graph.replay()
-        return {name: x.clone() for name, x in captured.items()}
+        found = {name: x.clone() for name, x in captured.items()}
+        return found, digests(found)
 
-    def _hold(self, call: Call, found: Named, texts: dict[str, str]) -> None:
-        self._held.append((call, found, texts))
+    def _hold(self, call: Call, found: Named, first: dict[str, str]) -> None:
+        self._held.append((call, found, first))
         if len(self._held) > HELD:
             self._release()
 
     def _release(self) -> None:
-        call, found, texts = self._held.popleft()
-        changed = [name for name, text in digests(found).items() if text != texts[name]]
+        call, found, first = self._held.popleft()
+        changed = [name for name, text in texts(found, digests(found)).items() if text != first[name]]
         if changed:
             self._say(call, "held", f"later calls wrote to {', '.join(changed)}")
         for x in found.values():
@@ -159,7 +168,7 @@ def one_process(path: str, device: str, number: str, seconds: str, result: str) 
     """What a process does: specs from ``path``, what it found to ``result``."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    soak = Soak(json.loads(Path(path).read_text()), device, int(number))
+    soak = Soak(json.loads(Path(path).read_text()), "cuda:0" if device == "cuda" else device, int(number))
     start, found = time.monotonic(), {}
     try:
         soak.first_pass()
@@ -175,7 +184,7 @@ def one_process(path: str, device: str, number: str, seconds: str, result: str) 
     except Exception as error:
         soak.wrong.append(f"the process ended with {type(error).__name__}: {error}"[:600])
         Path(f"{result}.ready").touch()
-    Path(result).write_text(json.dumps(found | dict(first=soak.first, wrong=soak.wrong, ways=soak.ways)))
+    Path(result).write_text(json.dumps(found | dict(first=soak.first, wrong=soak.wrong, refused=soak.refused, ways=soak.ways)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -230,6 +239,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"soak: {options.processes} processes, {options.seconds:.0f} s each on {options.device}, seed {options.seed}: {len(todo)} specs, "
           f"first passes {firsts_s}; {ways.total()} calls: "
           + ", ".join(f"{number} {way}" for way, number in ways.items()))
+    for line in found[0]["refused"] if found else ():
+        print(f"refused: {line}")
     for line in wrong:
         print(f"WRONG: {line}")
     bad = bool(wrong) or not ways
