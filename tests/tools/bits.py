@@ -39,7 +39,7 @@ from random_specs import KINDS, Spec, spec_of, specs  # noqa: E402
 from sides import checkout, package  # noqa: E402
 
 CHUNK = 12
-SHOWN = 20
+SHOWN, SHOWN_CALLS, SHOWN_TENSORS = 20, 5, 3
 # How much farther from float64 than OLD's the estimates of NEW may be, in the mean of all and at the worst.
 FARTHER_MEAN, FARTHER_WORST = 1.01, 1.05
 
@@ -209,11 +209,17 @@ def printed(report: Report, say: Any = print) -> int:
     for reason, number in report.reasons.most_common(5):
         say(f"refused by both: {number} calls, {reason[:200]}")
     farther = estimates(report, kinds, say)
-    listed = [of for of in report.differences if not KINDS[of[0]].estimated]
-    for _, name, tensor, how in listed[:SHOWN]:
-        say(f"DIFFERS: {name}: {tensor}: {said(how)}")
-    if len(listed) > SHOWN:
-        say(f"... and {len(listed) - SHOWN} more tensors")
+    for kind in exact:
+        calls: dict[str, list[tuple[str, dict]]] = defaultdict(list)
+        for _, name, tensor, how in (of for of in report.differences if of[0] == kind):
+            calls[name].append((tensor, how))
+        for name, tensors in list(calls.items())[:SHOWN_CALLS]:
+            for tensor, how in tensors[:SHOWN_TENSORS]:
+                say(f"DIFFERS: {name}: {tensor}: {said(how)}")
+            if len(tensors) > SHOWN_TENSORS:
+                say(f"    and {', '.join(tensor for tensor, _ in tensors[SHOWN_TENSORS:])}")
+        if len(calls) > SHOWN_CALLS:
+            say(f"    and {report.other[kind] - SHOWN_CALLS} more calls of {kind}")
     for line in report.wrong[:SHOWN]:
         say(f"WRONG: {line}")
     if len(report.wrong) > SHOWN:
@@ -229,7 +235,7 @@ def estimates(report: Report, kinds: Sequence[str], say: Any) -> bool:
     for kind in kinds:
         groups: dict[str, list[dict]] = defaultdict(list)
         for _, _, tensor, how in (of for of in report.differences if of[0] == kind and KINDS[kind].estimated):
-            groups[tensor.split(",")[0].split(" on ")[0].split(" of ")[0]].append(how)
+            groups[tensor.split(" (")[0].split(" on ")[0].split(" of ")[0]].append(how)
         for tensor, hows in groups.items():
             if any("other" in how for how in hows):
                 say(f"DIFFERS: {kind}: {tensor}: {said(next(how for how in hows if 'other' in how))}")

@@ -146,7 +146,7 @@ def apart(name: str, old: Named, new: Named, exact: Named, tiles: Tensor | None)
 
 def same_rows(name: str, old: Named, new: Named, exact: Named, tiles: Tensor | None) -> Tensor | None:
     """bool ``[B or 1, H or 1, S]``: query tokens whose tile attends to the same tiles in all three; None = no selection is known."""
-    selection = "selection" + name[len(name.partition(",")[0]):]
+    selection = "selection" + name[len(name.partition(" (")[0]):]
     if tiles is None or any(selection not in of for of in (old, new, exact)):
         return None
     masks = [of[selection].to(tiles.device) for of in (old, new, exact)]

@@ -362,7 +362,7 @@ def run(call: Call) -> tuple[Named, dict[str, Tensor]]:
                 own.copy_(new)
             inputs = memory
         memory = inputs
-        named = {name if number == 0 else f"{name}, call {number}": x for name, x in call.step(inputs).items()}
+        named = {name if number == 0 else f"{name} (call {number})": x for name, x in call.step(inputs).items()}
         found |= named
         sums |= digests(named)
     return found, sums
