@@ -63,10 +63,13 @@ gate: $(STAMP)
 # Two checkouts, OLD=DIR and NEW=DIR (this one): ten thousand random calls bit by bit; speed, memory and decibels in turns. To make one:
 # mkdir -p build/old && git archive COMMIT ssta kernels pipelines src | tar x -C build/old
 NEW ?= .
+old_named = $(if $(OLD),,$(error OLD must name the other checkout: make bits OLD=build/old))@:
 bits: $(STAMP)
+	$(old_named)
 	$(BIN)/python tests/tools/bits.py $(OLD) $(NEW)
 
 against: $(STAMP)
+	$(old_named)
 	$(BIN)/python benchmark/against.py $(OLD) $(NEW)
 
 # Random calls by four processes on one GPU, again and again: each must have the bits of its first time.

@@ -32,7 +32,7 @@ def checkout(text: str) -> Path:
     """The folder ``text``, which holds those of the package. ``git archive COMMIT ssta kernels pipelines src | tar x -C DIR`` fills one."""
     tree = Path(text).resolve()
     for part in ("ssta/__init__.py", "kernels/__init__.py"):
-        if not (tree / part).is_file():
+        if not any((folder / part).is_file() for folder in (tree, tree / "src", tree / "src" / "ssta")):
             raise argparse.ArgumentTypeError(f"DIR must be a checkout of this repository, with {part}, got {text!r}")
     return tree
 
@@ -140,7 +140,8 @@ def package(tree: Path, path: Path) -> None:
     home = path / "ssta"
     home.mkdir(parents=True)
     floors = [tree / floor for floor in FLOORS if (tree / floor / "__init__.py").is_file()]
-    parts = {part.name: part for part in (*(tree / "ssta").iterdir(), *floors)}
+    whole = next(folder for folder in (tree / "ssta", tree / "src" / "ssta") if (folder / "__init__.py").is_file())
+    parts = {part.name: part for part in (*whole.iterdir(), *floors)}
     for name, part in parts.items():
         if name != "__pycache__":
             (home / name).symlink_to(part.resolve())

@@ -27,11 +27,18 @@ def tree(folder, linked):
     return folder
 
 
-@pytest.mark.parametrize("linked", [False, True])
-def test_the_checkout_is_what_is_imported(tmp_path, linked):
+@pytest.mark.parametrize("form", ["plain", "linked", "src"])
+def test_the_checkout_is_what_is_imported(tmp_path, form):
     from sides import checkout, package
 
-    package(checkout(str(tree(tmp_path / "tree", linked))), tmp_path / "path")
+    top = tree(tmp_path / "tree", form == "linked")
+    if form == "src":
+        # As a wheel has it: the floors are folders of the package.
+        for floor in ("kernels", "pipelines"):
+            (top / floor).rename(top / "ssta" / floor)
+        (top / "src").mkdir()
+        (top / "ssta").rename(top / "src" / "ssta")
+    package(checkout(str(top)), tmp_path / "path")
     code = "import ssta.pipelines, ssta.kernels.where as w; print(w.HERE, w.__name__)"
     found = subprocess.run([sys.executable, "-c", code], env=os.environ | dict(PYTHONPATH=str(tmp_path / "path")), cwd=tmp_path,
                            capture_output=True, text=True, check=True)
@@ -152,7 +159,7 @@ def test_two_percent_are_seen_where_clocks_drift_by_ten(factor, mark):
     from against import compared
 
     old, new = drifting(factor)
-    row, = compared({"layer a": old}, {"layer a": new}, {"layer_a": 0.0}, 1.5)
+    row, = compared({"layer a": old}, {"layer a": new}, {"layer_a": 0.0}, 1.5, 10.0)
     assert row["mark"] == mark and row["ratio"] == pytest.approx(factor, abs=0.003) and row["q1"] <= row["ratio"] <= row["q3"]
 
 
@@ -163,7 +170,7 @@ def test_what_is_marked():
            "memory d": measured(100.0, unit="MiB"), "gate at 0.1": measured(38.1, unit="dB"), "model e": measured(2.0)}
     new = {"layer a": measured(note="failed: x"), "kernel b": measured(1.0), "host c": measured(108.0, 108.0, unit="us"),
            "memory d": measured(104.0, unit="MiB"), "gate at 0.1": measured(37.9, unit="dB")}
-    rows = {row["row"]: row for row in compared(old, new, {"kernel_b": 0.02}, 1.5)}
+    rows = {row["row"]: row for row in compared(old, new, {"kernel_b": 0.02}, 1.5, 10.0)}
     assert {name: row["mark"] for name, row in rows.items()} == {
         "layer a": "LEFT OUT", "kernel b": "RESULTS DIFFER", "host c": "", "memory d": "LARGER", "gate at 0.1": "WORSE",
         "model e": "LEFT OUT"}

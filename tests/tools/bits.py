@@ -5,11 +5,12 @@
 
 OLD and NEW are folders. ``git archive COMMIT ssta kernels pipelines src | tar x -C DIR`` fills one. Each library runs in processes of its
 own, in pairs that get the same specs (random_specs.py), and through its public names alone. The kinds are layers without and with
-estimates, lists of blocks, dense attention, VSA, SLA, deferred q, k and v, caches, and two ranks. A spec has one to four calls, of which
-nothing is freed, with other inputs, in other memory or in the same. Results, selections, lse and gradients are compared.
+estimates, lists of blocks, dense attention, VSA, SLA, deferred q, k and v, caches, and two ranks. Ranks are on a CPU where there is one
+GPU. A spec has one to four calls with other inputs, in other memory or in the same, and frees nothing. Results, selections, lse and
+gradients are compared.
 
 Without an estimate every difference is listed. With an estimate the distances to float64 count, in rows that select the same tiles. Kinds
-and settings that one side does not have are left out, which is said. Exit status 1: a call without an estimate has other bits; estimates
+and settings that one side lacks are left out, and the report says so. Exit status 1: a call without an estimate has other bits; estimates
 are farther from float64; one side raised, ended, or wrote to a result that it had returned; nothing was compared.
 ``--only "two parts" --call 17`` runs one call again and prints its spec.
 """
@@ -263,15 +264,13 @@ def said(how: dict) -> str:
     return text
 
 
-def possible(todo: Sequence[Spec], have: Sequence[set[str]], report: Report, ranks: bool) -> list[Spec]:
+def possible(todo: Sequence[Spec], have: Sequence[set[str]], report: Report) -> list[Spec]:
     """Those of ``todo`` that both sides can run, of which the names are ``have``; the others are left out."""
     found = []
     for spec in todo:
         missing = [f"{side} has no {name}" for side, of in zip(("OLD", "NEW"), have) for name in spec["needs"] if name not in of]
         if missing:
             report.left_out[f"{spec['kind']}: {missing[0]}"] += 1
-        elif KINDS[spec["kind"]].ranks > 1 and not ranks:
-            report.left_out[f"{spec['kind']}: there is one GPU, ranks need two"] += 1
         else:
             found.append(spec)
     return found
@@ -292,13 +291,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--judged", type=int, default=100, help="calls of each kind whose differences are measured (default %(default)s)")
     options = parser.parse_args(argv)
     kinds = [kind for kind in options.only or KINDS if options.device == "cuda" or not KINDS[kind].gpu]
-    able = options.device == "cpu" or torch.cuda.device_count() > 1
+    ranks_on = options.device if torch.cuda.device_count() > 1 else "cpu"
     report, lock, start = Report(), threading.Lock(), time.monotonic()
     for kind in set(options.only or KINDS) - set(kinds):
         report.left_out[f"{kind}: needs a GPU"] += 1
-    todo = specs(options.seed, options.calls, options.device, kinds)
+    todo = specs(options.seed, options.calls, options.device, kinds, ranks_on)
     if options.call:
-        todo = [spec_of(kind, options.seed, number, options.device) for kind in kinds for number in options.call]
+        todo = [spec_of(kind, options.seed, number, options.device if KINDS[kind].ranks == 1 else ranks_on)
+                for kind in kinds for number in options.call]
         for spec in todo:
             print(json.dumps(spec))
     with tempfile.TemporaryDirectory() as name:
@@ -308,16 +308,16 @@ def main(argv: list[str] | None = None) -> int:
             package(tree, path)
         # Those of ranks are the last pair, and the only one where there is nothing else.
         sizes = [1] * max(1, options.processes // 2) if any(KINDS[kind].ranks == 1 for kind in kinds) else []
-        if able and any(KINDS[kind].ranks > 1 for kind in kinds):
+        if any(KINDS[kind].ranks > 1 for kind in kinds):
             sizes.append(2)
-        pairs = [Pair(paths, options.device, folder, ranks) for ranks in sizes or [1]]
+        pairs = [Pair(paths, options.device if ranks == 1 else ranks_on, folder, ranks) for ranks in sizes]
         try:
             have = [set(names) for names in pairs[0].both("names")]
         except Ended as error:
             for pair in pairs:
                 pair.close()
             raise SystemExit(str(error)) from None
-        todo = possible(todo, have, report, able)
+        todo = possible(todo, have, report)
         # A process has few kinds, so that few kernels are compiled twice, in any order.
         alone = [spec for spec in todo if KINDS[spec["kind"]].ranks == 1]
         single = sizes.count(1)

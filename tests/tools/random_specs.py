@@ -73,13 +73,15 @@ class Kind:
     captured: bool = True
 
 
-def specs(seed: int, calls: int, device: str, kinds: Sequence[str]) -> list[Spec]:
-    """``calls`` specs of ``kinds``, by their weights; those of one kind do not depend on which others there are."""
+def specs(seed: int, calls: int, device: str, kinds: Sequence[str], ranks_on: str | None = None) -> list[Spec]:
+    """``calls`` specs of ``kinds``, by their weights; those of one kind do not depend on the other kinds. ``ranks_on``: another device for
+    kinds that several processes share."""
     total = sum(KINDS[kind].weight for kind in kinds)
     found = []
     for kind in kinds:
         number = max(1, round(calls * KINDS[kind].weight / total))
-        found += [spec_of(kind, seed, index, device) for index in range(number)]
+        place = device if KINDS[kind].ranks == 1 else ranks_on or device
+        found += [spec_of(kind, seed, index, place) for index in range(number)]
     return found
 
 
@@ -189,7 +191,7 @@ def _prepared(draw: random.Random, sizes: Sizes, canvases: list) -> Spec:
 
 def _dense(draw: random.Random, sizes: Sizes, canvases: list) -> Spec:
     spec = _tensors(draw, sizes)
-    segments = _segments(draw, canvases, sizes.text)
+    segments = _segments(draw, canvases, sizes.text) if draw.random() < 0.8 else [[draw.randint(1, 10 * sizes.text)]]
     return spec | dict(segments=segments, mask=_mask(draw, segments, spec["batch"]), mask_dtype="bool", needs=["ssta.dense_attention"])
 
 

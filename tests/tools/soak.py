@@ -4,9 +4,9 @@
 
 Every process has the same specs (random_specs.py), with forwards and backwards. Its first pass runs each spec once and keeps the digests,
 which must be those of the other processes. For --seconds it then takes specs in any order. A call runs as it is, on a side stream, in a
-CUDA graph that is captured anew, or in a captured one that is replayed on other inputs. Results live on while later calls run. They are
-looked at again before they go, and overwritten, as their owner may do. The faults of one launch in thousands, and those of several
-processes at once, show here.
+CUDA graph that is captured anew, or by replaying a captured one on other inputs. Results live on while later calls run. The process
+compares them again at the end, and overwrites them, as their owner may do. The faults of one launch in thousands show here, and those of
+several processes at once.
 
 Exit status 1: other bits, a result that a later call wrote to, an error, or a process that ended. Every line names the spec.
 ``tests/tools/bits.py OLD NEW --only KIND --call N --seed S`` runs a spec alone.
@@ -57,23 +57,24 @@ class Soak:
 
     def __init__(self, todo: Sequence[Spec], device: str, number: int) -> None:
         self.gpu, self.calls = device.startswith("cuda"), [Call(spec, device) for spec in todo]
-        self.first: list[dict[str, str]] = []
+        self.first: list[dict[str, str]] = [{} for _ in todo]
         self.wrong: list[str] = []
         self.refused: list[str] = []
         self.ways: Counter[str] = Counter()
-        self._draw = random.Random(number)
+        self._number, self._draw = number, random.Random(number)
         self._held: deque[tuple[Call, Named, dict[str, str]]] = deque()
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[torch.Tensor], Named]] = {}
         self._side = torch.cuda.Stream() if self.gpu else None
 
     def first_pass(self) -> None:
-        for call in self.calls:
+        # Each process begins elsewhere, so that they compile other kernels.
+        for index in range(len(self.calls)):
+            call = self.calls[index := (index + 17 * self._number) % len(self.calls)]
             try:
-                self.first.append(texts(*run(call)))
+                self.first[index] = texts(*run(call))
             except (TypeError, ValueError, NotImplementedError) as error:
                 # Not everything that is drawn can run everywhere.
                 self.refused.append(f"{call.spec['name']}: {error}"[:200])
-                self.first.append({})
         self._able = [index for index, first in enumerate(self.first) if first]
 
     def turn(self) -> None:
@@ -158,7 +159,9 @@ class Soak:
         if changed:
             self._say(call, "held", f"later calls wrote to {', '.join(changed)}")
         for x in found.values():
-            x.detach().fill_(float("nan") if x.is_floating_point() else 0)
+            # Of an expanded tensor several elements are one.
+            if not any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+                x.detach().fill_(float("nan") if x.is_floating_point() else 0)
 
     def _say(self, call: Call, way: str, what: str) -> None:
         self.wrong.append(f"{call.spec['name']}, {way}: {what}")
