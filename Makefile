@@ -5,7 +5,7 @@
 #   make test               the tests that need no GPU; make quick: the faster half of them
 #   make bench              speed, memory and exactness on this machine, within a minute without a GPU, and what tuning would say
 #
-# Others: make compile, make mutants, make compat (every supported Triton), make gpu-test, make gate, make sanitize, make lint, make wheel, make check-wheel, make hub, make clean.
+# Others: make compile, make mutants, make compat (every supported Triton), make gpu-test, make gate, make bits, make against, make soak, make sanitize, make lint, make wheel, make check-wheel, make hub, make clean.
 # The first command makes .venv and installs into it; later ones reuse it.
 
 PYTHON ?= python3
@@ -27,7 +27,7 @@ define install_cpu_torch
 	$(1)/bin/python -m pip install --quiet --no-deps --retries 2 --extra-index-url $(TORCH_CPU_INDEX) $(CPU_ONLY) torch
 endef
 
-.PHONY: help demo test quick compile mutants gpu-test gate sanitize bench lint wheel check-wheel hub clean compat
+.PHONY: help demo test quick compile mutants gpu-test gate bits against soak sanitize bench lint wheel check-wheel hub clean compat
 .DELETE_ON_ERROR:
 
 help:
@@ -59,6 +59,22 @@ mutants: $(STAMP)
 # Decibels to dense videos, beside the last release's; trains a small model when first called. ESTIMATES=MODULE:FUNCTION holds others beside it.
 gate: $(STAMP)
 	$(BIN)/python benchmark/gate.py$(if $(ESTIMATES), --estimate $(ESTIMATES))
+
+# Two checkouts, OLD=DIR and NEW=DIR (this one): ten thousand random calls bit by bit; speed, memory and decibels in turns. To make one:
+# mkdir -p build/old && git archive COMMIT ssta kernels pipelines src | tar x -C build/old
+NEW ?= .
+old_named = $(if $(OLD),,$(error OLD must name the other checkout: make bits OLD=build/old))@:
+bits: $(STAMP)
+	$(old_named)
+	$(BIN)/python tests/tools/bits.py $(OLD) $(NEW)
+
+against: $(STAMP)
+	$(old_named)
+	$(BIN)/python benchmark/against.py $(OLD) $(NEW)
+
+# Random calls by four processes on one GPU, again and again: each must have the bits of its first time.
+soak: $(STAMP)
+	$(BIN)/python tests/tools/soak.py
 
 # Every family of kernels once, under compute-sanitizer.
 sanitize: $(STAMP)

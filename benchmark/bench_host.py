@@ -21,11 +21,11 @@ from functools import partial
 
 import measure
 import torch
-from against import add_against, compare
 from arguments import add_names, add_rounds, named, new_parser, number
 from bench_layer import sampled_error
 from measure import RESULTS, measure_each, peak_extra_mib, print_machine, quartiles
 from shapes import HOST, HOST_CPU, LayerShape, Problem, kept
+from sides import add_against, compare
 from table import host_table
 from truth import Wrong, truth
 

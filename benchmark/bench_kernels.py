@@ -24,7 +24,6 @@ from functools import partial
 from typing import NoReturn
 
 import torch
-from against import add_against, compare
 from arguments import SHAPE, add_rounds, kernel_shape, new_parser
 from measure import (
     NO_TIMES,
@@ -40,6 +39,7 @@ from measure import (
 )
 from peers import PEERS, Calls, Inputs, Peer, Tensors, Unsupported, by_autograd
 from shapes import INPUTS, KERNELS, KERNELS_CPU, KERNELS_FULL, Pattern, Problem, draw, full, pairs
+from sides import add_against, compare
 from truth import Truth, Wrong, truth
 
 from ssta.kernels import BlockLists, block_sparse_attention

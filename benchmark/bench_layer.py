@@ -20,10 +20,10 @@ import argparse
 from dataclasses import replace
 
 import torch
-from against import add_against, compare
 from arguments import add_names, add_rounds, named, new_parser
 from measure import NO_TIMES, RESULTS, forward_flops, interleaved, measure_each, peak_extra_mib, print_machine, write_rows
 from shapes import DEFAULTS, LAYERS, LAYERS_CPU, LayerShape
+from sides import add_against, compare
 from table import totals_table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -20,10 +20,13 @@ RESULTS = Path(__file__).parent / "results"
 # The longest that the GPU waits for the host to prepare a call, and its highest clock.
 LONGEST_WAIT = 8.0  # ms
 CYCLES_PER_MS = 2_000_000
+# What a turn is asked for.
+ALONE, TOGETHER = b".", b"t"
 
 
-def before_round() -> None:
-    """Called before every round; beside another checkout (against.py) a process waits here for its turn."""
+def before_round(wants: bytes = ALONE) -> None:
+    """Called before every round; beside another checkout (sides.py) a process waits here for its turn, in which it works alone, or for what
+    both sides may do at the same time."""
 
 
 def interleaved(calls: dict[Hashable, Callable[[], object]], rounds: int = 7, warm: int = 1,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ssta import SSTAConfig
-from ssta.window import near
 
 WINDOW = (3, 3, 3)
 # What q and k hold: normal numbers; both times 3; one key in 200 ten times as long, as attention sinks and text are.
@@ -48,6 +47,8 @@ class Pattern:
         if self.name == "full":
             return torch.ones(1, 1, problem.blocks, problem.blocks, dtype=torch.bool, device=device)
         if self.name == "window":
+            from ssta.window import near  # which other checkouts may not have
+
             return near([tile_grid(problem.blocks)], WINDOW, device)[None, None]
         scores = torch.rand(problem.batch, problem.heads, problem.blocks, problem.blocks, device=device)
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(self.kept).indices, True)

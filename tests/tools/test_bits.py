@@ -1,0 +1,171 @@
+"""bits.py and soak.py see planted faults, and say what they left out."""
+
+import json
+import shutil
+from pathlib import Path
+
+import bits
+import pytest
+import soak
+import torch
+from random_calls import Call, digests, run, texts
+from random_specs import KINDS, spec_of, specs
+
+import ssta
+
+ROOT = Path(__file__).parents[2]
+# A result that is scaled in one branch, a list that is one too long, and a tensor that is kept and handed out again.
+SCALED = ("kernels/eager/steps.py", "(weights @ values.masked_fill(bad, 0.0))", "(1.001 * weights @ values.masked_fill(bad, 0.0))")
+LONGER = ("ssta/budget.py", "best = Budget(min(config.row_topk, ", "best = Budget(min(config.row_topk + 1, ")
+HANDED_OUT = ("ssta/dense.py", "    return attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl, rows=rows)",
+              "    found = attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl, rows=rows)\n"
+              "    if not found.out.requires_grad:\n"
+              "        found.out = _made.setdefault(found.out.shape, found.out).copy_(found.out)\n"
+              "    return found\n\n\n_made: dict = {}")
+GONE = ("ssta/__init__.py", '"plot_selection", "prepare", ', '"plot_selection", ')
+
+
+def planted(folder, *faults):
+    """A checkout with ``faults``."""
+    for name in ("ssta", "kernels", "pipelines"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, old, new in faults:
+        text = (folder / file).read_text()
+        assert text.count(old) == 1, file
+        (folder / file).write_text(text.replace(old, new))
+    return folder
+
+
+def test_specs_are_the_same_for_a_seed_and_plain():
+    one = specs(3, 200, "cpu", [*KINDS])
+    assert one == json.loads(json.dumps(specs(3, 200, "cpu", [*KINDS]))) and {spec["kind"] for spec in one} == set(KINDS)
+    # A kind's specs do not depend on the others.
+    assert spec_of("kernel", 3, 2, "cpu") in specs(3, 40, "cpu", ["kernel"]) and spec_of("kernel", 3, 2, "cpu") in one
+    assert specs(4, 200, "cpu", [*KINDS]) != one
+
+
+def text(x):
+    return texts({"x": x}, digests({"x": x}))["x"]
+
+
+def test_every_bit_counts_in_a_digest():
+    x = torch.randn(3, 50, dtype=torch.bfloat16)
+    seen = {text(x), text(x.float()), text(x.view(50, 3))}
+    for place in range(0, 150, 7):
+        other = x.clone()
+        other.view(torch.int16).view(-1)[place] ^= 1 << place % 16
+        seen.add(text(other))
+    assert len(seen) == 3 + 22 and text(torch.zeros(2)) != text(-torch.zeros(2))
+    assert text(x.mT) == text(x.mT.contiguous())
+
+
+@pytest.mark.slow
+def test_planted_faults_are_listed(tmp_path, capsys):
+    """Those and no others: kinds that they do not reach have equal bits. What one side does not have is left out."""
+    new = planted(tmp_path / "new", SCALED, LONGER, HANDED_OUT, GONE)
+    kinds = ["attention", "two parts", "dense", "kernel", "prepared", "sla"]
+    assert bits.main([str(ROOT), str(new), "--calls", "70", "--device", "cpu", "--processes", "2", "--only", *kinds]) == 1
+    said = capsys.readouterr().out
+    table = {line[:18].strip(): line[18:].split() for line in said.splitlines()}
+    calls, equal, other, tiles, refused = map(int, table["attention"])
+    assert 0 < tiles <= other < calls and refused == 0
+    assert 0 < int(table["kernel"][2]) < int(table["kernel"][0]) and table["kernel"][3] == "0"
+    assert table["sla"][0] == table["sla"][1] and "prepared" not in table
+    assert "LEFT OUT: 2 calls: prepared: NEW has no ssta.prepare" in said
+    assert "NEW wrote to results after it had returned them: out" in said
+    assert "DIFFERS: attention " in said and ": selection: " in said and "DIFFERS: kernel " in said
+    # What was scaled by a thousandth is farther from float64 by that much.
+    line = next(line for line in said.splitlines() if line.startswith("DIFFERS: kernel ") and ": out: " in line)
+    old, new = (float(part) for part in line.split("mean ")[1].split(",")[0].split(" -> "))
+    assert old < 1e-5 < 1e-4 < new < 2e-3
+
+
+@pytest.mark.slow
+def test_ranks_have_equal_bits_in_the_same_checkout(capsys):
+    assert bits.main([str(ROOT), str(ROOT), "--calls", "8", "--device", "cpu", "--only", "ranks", "estimated ranks"]) == 0
+    table = {line[:18].strip(): line[18:].split() for line in capsys.readouterr().out.splitlines()}
+    assert table["ranks"][:3] == table["estimated ranks"][:3] == ["4", "4", "0"]
+
+
+def report_of(*differences, kind="two parts"):
+    report = bits.Report()
+    report.equal[kind], report.other[kind] = 5, len(differences)
+    report.differences += [(kind, f"{kind} {number} of seed 0", "out", how) for number, how in enumerate(differences)]
+    return report
+
+
+def rounded(mean, worst):
+    return dict(values=3, of=9, apart=1e-3, relative=1e-3, old_mean=1e-3, old_worst=1e-2, new_mean=mean, new_worst=worst)
+
+
+@pytest.mark.parametrize("mean, worst, status", [(1e-3, 1e-2, 0), (0.9e-3, 1e-2, 0), (1.03e-3, 1e-2, 1), (1e-3, 1.1e-2, 1)])
+def test_estimates_may_round_otherwise_but_not_worse(mean, worst, status):
+    said = []
+    assert bits.printed(report_of(rounded(mean, worst)), said.append) == status
+    assert any(line.startswith("FARTHER: two parts: out") for line in said) == bool(status)
+    # Without an estimate no difference is allowed.
+    assert bits.printed(report_of(rounded(mean, worst), kind="attention"), said.append) == 1
+
+
+def test_one_side_that_raises_is_wrong_and_both_alike_are_refused():
+    report, spec = bits.Report(), spec_of("dense", 0, 0, "cpu")
+    assert not bits.compare(spec, dict(error="ValueError: a"), dict(error="ValueError: b"), report)
+    assert report.refused["dense"] == 1 and not report.wrong
+    assert not bits.compare(spec, dict(error="ValueError: a"), dict(digests={"out": "1"}, changed=[]), report)
+    assert report.wrong == ["dense 0 of seed 0: OLD ValueError: a; NEW runs"] and bits.printed(report, lambda line: None) == 1
+
+
+def test_nothing_compared_is_no_success():
+    assert bits.printed(bits.Report(), lambda line: None) == 1
+
+
+def test_soak_sees_what_only_later_calls_do(monkeypatch):
+    """Each call is right by itself."""
+    todo = [spec for number in range(8) if not (spec := spec_of("dense", 0, number, "cpu"))["grad"]][:3]
+    right, kept = ssta.dense_attention, {}
+
+    def handed_out(*args, **options):
+        found = right(*args, **options)
+        found.out = kept.setdefault(found.out.shape, found.out).copy_(found.out)
+        return found
+
+    def turned():
+        process = soak.Soak(todo, "cpu", 0)
+        process.first_pass()
+        for _ in range(12):
+            process.turn()
+        process.close()
+        return process
+
+    assert not turned().wrong
+    monkeypatch.setattr(ssta, "dense_attention", handed_out)
+    assert any("later calls wrote to out" in line for line in turned().wrong)
+
+
+@pytest.mark.slow
+def test_a_soak(monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    assert soak.main(["--processes", "2", "--seconds", "1", "--calls", "6", "--device", "cpu", "--only", "dense", "kernel"]) == 0
+    said = capsys.readouterr().out
+    assert "soak: 2 processes, 1 s each on cpu, seed 0: 6 specs" in said and "every call had the bits of its first time" in said
+
+
+def test_a_soak_that_fails_says_the_spec_and_goes_on():
+    spec = spec_of("dense", 0, 0, "cpu")
+    process = soak.Soak([spec], "cpu", 0)
+    process.first_pass()
+    process.first[0]["out"] = "other"
+    process.turn()
+    process.calls[0].impl = "no such"
+    process.turn()
+    process.close()
+    assert "dense 0 of seed 0, " in process.wrong[0] and "other bits than the first time in out" in process.wrong[0]
+    assert "ValueError" in process.wrong[1] and len(process.wrong) == 2
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not KINDS[kind].gpu and KINDS[kind].ranks == 1])
+def test_calls_give_numbers_and_float64_of_the_same_names(kind):
+    spec = next(spec for number in range(20) if (spec := spec_of(kind, 1, number, "cpu"))["dtype"] == "float32")
+    (found, sums), (exact, _) = (run(Call(spec, "cpu", wide=wide)) for wide in (False, True))
+    assert found.keys() == exact.keys() and all(not x.isnan().any() for x in found.values())
+    assert texts(found, sums) == texts(found, digests(found)) and exact[next(iter(exact))].dtype == torch.float64
