@@ -29,7 +29,7 @@ from ssta.selection import Selection
 from ..schedule.changes import at_density, warn_of_the_window
 from ..schedule.progress import is_fake
 from .context import ModelContext
-from .kept_selection import Holder
+from .holder import Holder
 from .report import ExchangeTimer, LayerRun, Stopwatch
 from .streams import TORCH_NORMS, Norms, Stream, apart, joined
 

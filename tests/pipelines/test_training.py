@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from ssta import SSTAConfig
 from ssta.pipelines import Ramp, Schedule, apply_ssta, frozen_checkpoint, set_density, teacher_student
 from ssta.pipelines.patch import processor
-from ssta.pipelines.patch.kept_selection import KeptSelection
+from ssta.pipelines.training.kept_selection import KeptSelection
 from ssta.pipelines.schedule.changes import changed
 
 # No window, so that a density is met exactly; 2 x 2 x 2 tiles.
