@@ -13,9 +13,9 @@ import torch
 from diffusers import DiffusionPipeline
 
 from .comparison import compare
-from .configurations import Configuration, check_names, dense, parse_configuration
-from .measurement import Clip, Measurement, write_json
+from .configurations import Configuration, dense, parse_configuration, read
 from .quality import require_video_writer
+from .record import Clip, Measurement, write_json
 from .scatter import plot_evaluation
 from .table import Evaluation
 
@@ -107,7 +107,7 @@ def _run(options: argparse.Namespace) -> Evaluation:
     if options.floor != "none":
         texts = [options.floor if options.floor == "stock" or "@" in options.floor else f"dense@{options.floor}", *texts]
     for text in texts:
-        check_names(text)
+        read(text)
     say("loading the pipeline")
     pipe = DiffusionPipeline.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
     configurations = [dense(pipe), *(parse_configuration(text, pipe) for text in texts)]

@@ -32,29 +32,24 @@ def relative_difference(video: Tensor, reference: Tensor) -> float:
     return difference / float(reference.norm()) if difference else 0.0
 
 
-def psnr(video: Tensor, reference: Tensor, device: torch.device | None = None) -> float:
+def psnr(video: Tensor, reference: Tensor) -> float:
     """Peak signal-to-noise ratio in dB of frames ``[F, C, H, W]`` in [0, 1]: the mean over the frames that are not the same; inf where all
-    are. The first frame often is the same where a video begins with a given image.
-
-    Args:
-        video, reference: what is compared.
-        device: where each frame is compared; default where ``video`` is. The same for ``ssim`` and ``lpips_distance``.
-    """
-    values = [-10 * math.log10(error) for x, y in _frames(video, reference, device)
-              if (error := float((x.double() - y.double()).square().mean()))]
+    are. The first frame often is the same where a video begins with a given image."""
+    errors = [float((x.double() - y.double()).square().mean()) for x, y in _frames(video, reference)]
+    values = [-10 * math.log10(error) for error in errors if error]
     return sum(values) / len(values) if values else math.inf
 
 
-def ssim(video: Tensor, reference: Tensor, device: torch.device | None = None) -> float:
+def ssim(video: Tensor, reference: Tensor) -> float:
     """Structural similarity of frames ``[F, C, H, W]`` in [0, 1], the mean over all windows, channels and frames.
 
     Wang et al., Image quality assessment: from error visibility to structural similarity, 2004: Gaussian windows of 11 x 11 with a standard
     deviation of 1.5, K1 = 0.01, K2 = 0.03.
     """
-    pairs = _frames(video, reference, device)
+    pairs = _frames(video, reference)
     if min(video.shape[2:]) < 11:
         raise ValueError(f"video must have frames of at least 11 x 11 for SSIM, got {tuple(video.shape)}")
-    bell = torch.exp(-torch.arange(-5.0, 6.0).square() / (2 * 1.5**2)).to(video.device if device is None else device)
+    bell = torch.exp(-torch.arange(-5.0, 6.0, device=_device()).square() / (2 * 1.5**2))
     bell = bell / bell.sum()
     total = 0.0
     # A frame at a time, because five blurred copies of a whole video are large.
@@ -70,10 +65,6 @@ def ssim(video: Tensor, reference: Tensor, device: torch.device | None = None) -
     return total / len(video)
 
 
-def lpips_available() -> bool:
-    return importlib.util.find_spec("lpips") is not None
-
-
 @lru_cache
 def _lpips_network(device: torch.device) -> Any:
     import lpips
@@ -82,12 +73,24 @@ def _lpips_network(device: torch.device) -> Any:
 
 
 @torch.no_grad()
-def lpips_distance(video: Tensor, reference: Tensor, device: torch.device | None = None) -> float:
+def lpips_distance(video: Tensor, reference: Tensor) -> float:
     """LPIPS (AlexNet), the mean over frames ``[F, C, H, W]`` in [0, 1] of three channels. Needs the package lpips, which loads its
     weights at first use."""
-    network = _lpips_network(video.device if device is None else device)
-    pairs = _frames(video, reference, device)
+    network, pairs = _lpips_network(_device()), _frames(video, reference)
     return sum(float(network(x[None].float() * 2 - 1, y[None].float() * 2 - 1)) for x, y in pairs) / len(video)
+
+
+def describe(video: Tensor, reference: Tensor) -> dict[str, float | None]:
+    """All of the above by name; what does not apply to latents, or is not installed, is None. On the GPU if there is one, frame by
+    frame."""
+    frames = video.dim() == 4 and video.shape[1] == 3 and min(video.shape[2:]) >= 11
+    lpips = frames and importlib.util.find_spec("lpips") is not None
+    return {"relative_difference": relative_difference(video, reference), "psnr": psnr(video, reference) if frames else None,
+            "ssim": ssim(video, reference) if frames else None, "lpips": lpips_distance(video, reference) if lpips else None}
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _require_alike(video: Tensor, reference: Tensor) -> None:
@@ -95,17 +98,8 @@ def _require_alike(video: Tensor, reference: Tensor) -> None:
         raise ValueError(f"video must have the reference's shape {tuple(reference.shape)}, got {tuple(video.shape)}")
 
 
-def _frames(video: Tensor, reference: Tensor, device: torch.device | None) -> Iterator[tuple[Tensor, Tensor]]:
+def _frames(video: Tensor, reference: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     _require_alike(video, reference)
     if video.dim() != 4:
         raise ValueError(f"video must be frames [F, C, H, W], got shape {tuple(video.shape)}")
-    device = video.device if device is None else device
-    return ((x.to(device), y.to(device)) for x, y in zip(video, reference))
-
-
-def describe(video: Tensor, reference: Tensor, device: torch.device | None = None) -> dict[str, float | None]:
-    """All of the above by name; what does not apply to latents, or is not installed, is None."""
-    frames = video.dim() == 4 and video.shape[1] == 3 and min(video.shape[2:]) >= 11
-    return {"relative_difference": relative_difference(video, reference), "psnr": psnr(video, reference, device) if frames else None,
-            "ssim": ssim(video, reference, device) if frames else None,
-            "lpips": lpips_distance(video, reference, device) if frames and lpips_available() else None}
+    return ((x.to(_device()), y.to(_device())) for x, y in zip(video, reference))

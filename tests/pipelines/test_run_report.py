@@ -11,7 +11,7 @@ from tiny_models import TINY, run
 
 from ssta import explain
 from ssta.pipelines import Schedule, apply_ssta
-from ssta.pipelines.evaluation.measurement import without_estimate
+from ssta.pipelines.evaluation.record import without_estimate
 from ssta.pipelines.patch import processor
 from ssta.pipelines.patch.report import LayerRun, RunReport
 from ssta.report import heads_without_estimate, mass_summary
