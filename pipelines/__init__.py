@@ -60,12 +60,21 @@ def __getattr__(name: str) -> Any:
             return getattr(import_module(_MODULES[name], __name__), name)
         if name in _NAMED:
             return import_module(".patch.family", __name__).imported(*_NAMED[name])
-    except ModuleNotFoundError as error:
-        if error.name == "diffusers":
-            raise ImportError(f"{__name__}.{name} needs diffusers 0.42, which is not installed: pip install 'diffusers==0.42.*' "
-                              "transformers accelerate") from error
+    except ModuleNotFoundError:
+        require_diffusers(f"{__name__}.{name}")
         raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def require_diffusers(name: str) -> None:
+    """ImportError, which says how diffusers is installed for ``name``, where it is not."""
+    try:
+        import diffusers  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name == "diffusers":
+            raise ImportError(f"{name} needs diffusers 0.42, which is not installed: pip install 'diffusers==0.42.*' transformers "
+                              "accelerate") from error
+        raise
 
 
 def __dir__() -> list[str]:

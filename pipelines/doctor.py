@@ -159,8 +159,9 @@ def _asked(model: str | None, size: str | None) -> tuple[Published, Canvas] | No
         if size is not None:
             raise ValueError(f"--size must come with --model, got {size} alone")
         return None
-    # Where diffusers is missing, the public name says how to install it.
-    from . import apply_ssta  # noqa: F401
+    from . import require_diffusers
+
+    require_diffusers("--model")
     from .published import PUBLISHED
 
     if model not in PUBLISHED:
@@ -177,8 +178,8 @@ def _asked(model: str | None, size: str | None) -> tuple[Published, Canvas] | No
 @torch.no_grad()
 def gain(of: Published, thw: Canvas, device: torch.device, dtype: torch.dtype) -> list[str]:
     """Seconds of a step, dense and by default, reckoned from one block that is measured here."""
-    from .published import blocks_of
     from .patch.apply import apply_ssta
+    from .published import blocks_of
 
     try:
         model, call = of.build(device.type, dtype, 1), of.call(device.type, dtype, thw)

@@ -20,8 +20,8 @@ MAY_IMPORT = {"eager": (), "lowering": (), **dict.fromkeys(("portable", "hopper"
 # A room of pipelines/ -> what of the others it may import: rooms, or modules of theirs.
 ROOMS = {"schedule": (), "ranks": ("patch.call", "patch.family"),
          "patch": ("schedule", "ranks", "families.PLACES"),
-         "families": ("patch", "schedule", "ranks"), "plugs": ("schedule", "patch.report"), "evaluation": ("patch", "schedule"),
-         "training": ("patch", "schedule")}
+         "families": ("patch", "schedule", "ranks"), "plugs": ("schedule", "patch.report"),
+         "evaluation": ("patch", "schedule", "require_diffusers"), "training": ("patch", "schedule")}
 # Rooms that run without diffusers.
 WITHOUT_DIFFUSERS = ("schedule", "plugs")
 # At the top, what runs the implementations and is therefore imported by none of these folders; and the specification.

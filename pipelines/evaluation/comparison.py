@@ -16,19 +16,17 @@ import torch
 from diffusers.utils import load_image
 from torch import Tensor
 
-from ..patch.apply import SSTAHandle, transformers_of
-from ..patch.report import Stopwatch
+from ..patch.apply import transformers_of
+from ..patch.report import RunReport, Stopwatch
 from ..schedule.progress import Progress
 from .configurations import Configuration, running
 from .quality import describe, relative_difference, write_video
-from .record import Clip, Folder, Measurement, exact_mass, settings_of, without_estimate
+from .record import Clip, Folder, Measurement, settings_of
 from .table import Evaluation
 
-# How `LayerRun.implementation` begins where a layer attended densely.
-_DENSE = "dense, "
 # A video by what is compared of it: "latents", as the VAE got them, flat, or what the pipeline returned where nothing is decoded; and
-# "frames", float16 [F, 3, H, W] in [0, 1], half the size of float32 and finer than a screen's 8 bits. None where there are none.
-Video = dict[str, Tensor | None]
+# "frames", float16 [F, 3, H, W] in [0, 1], half the size of float32 and finer than a screen's 8 bits.
+Video = dict[str, Tensor]
 
 
 def compare(
@@ -94,8 +92,8 @@ class _Comparison:
     videos: bool
     fps: int
     say: Callable[[str], None]
-    # By configuration, once it is warm: the kernels of its dense steps and layers, as far as they were seen, in order.
-    dense_kernels: dict[str, dict[str, None]] = field(default_factory=dict)
+    # Names of the configurations that were warmed up.
+    warm: set[str] = field(default_factory=set)
 
     def clip(self, clip: Clip) -> None:
         """Whatever is not finished of one clip."""
@@ -119,35 +117,35 @@ class _Comparison:
         if clip.image is not None:
             call["image"] = load_image(clip.image)
         with running(self.pipe, configuration) as handle:
-            if configuration.name not in self.dense_kernels:
+            if configuration.name not in self.warm:
                 self.say(f"{configuration.name}: two steps to warm up")
-                self._warm_up(call, clip.seed, configuration, handle)
+                _generate(self.pipe, call | {"num_inference_steps": 2, "output_type": "latent"}, clip.seed)
+                if handle is not None:
+                    self._require_other_kernels(clip, configuration, handle.report())
+                self.warm.add(configuration.name)
             self.say(f"{configuration.name}: generating {clip.name}")
-            seen = self.dense_kernels[configuration.name]
-            # A generation that starts in the middle may have no dense step among two. Looking waits for the device, so once will do.
-            video, seconds, wall = _generate(self.pipe, call, clip.seed, lambda: None if seen else _look(handle, seen))
+            video, seconds, wall = _generate(self.pipe, call, clip.seed)
             if handle is None:
                 return video, Measurement(seconds, wall)
             report = handle.report()
-        kernels = tuple(dict.fromkeys(run.implementation for run in report))
-        return video, Measurement(seconds, wall, report.mean_density(), exact_mass(report), without_estimate(report), kernels,
-                                  tuple(seen), report[0].thw)
+        return video, Measurement(seconds, wall, report.mean_density(), report.exact_mass(), report.without_estimate(),
+                                  tuple(dict.fromkeys(run.implementation for run in report)), _dense_kernels(report), report[0].thw)
 
-    def _warm_up(self, call: dict, seed: int, configuration: Configuration, handle: SSTAHandle | None) -> None:
-        seen = self.dense_kernels[configuration.name] = {}
-        _generate(self.pipe, call | {"num_inference_steps": 2, "output_type": "latent"}, seed, lambda: _look(handle, seen))
-        _look(handle, seen)
-        first = self.configurations[0]
-        if configuration.all_dense and configuration.backend != first.backend and seen == self.dense_kernels.get(first.name):
-            raise ValueError(f"{configuration.name} must attend with other kernels than {first.name}, got {', '.join(seen)} for both; "
+    def _require_other_kernels(self, clip: Clip, configuration: Configuration, report: RunReport) -> None:
+        """Of a noise floor, that it does not attend with the reference's kernels."""
+        first, kernels = self.configurations[0], _dense_kernels(report)
+        if not configuration.all_dense or configuration.backend == first.backend:
+            return
+        if kernels == self.folder.measurement(clip, first.name).dense_kernels:
+            raise ValueError(f"{configuration.name} must attend with other kernels than {first.name}, got {', '.join(kernels)} for both; "
                              "where text is masked, dense steps run the library's own kernels: take stock, or dense@ with one of those")
 
     def _measured(self, clip: Clip, configuration: Configuration, video: Video, measured: Measurement) -> Measurement:
         """``measured`` with what differs from the reference; writes the MP4."""
         reference = self.folder.reference(clip)
-        if video["latents"] is not None and reference["latents"] is not None:
+        if "latents" in video:
             measured = replace(measured, latent_difference=relative_difference(video["latents"], reference["latents"]))
-        if video["frames"] is None or reference["frames"] is None:
+        if "frames" not in video:
             return measured
         if self.videos:
             path = self.folder.video(clip, configuration.name)
@@ -165,20 +163,18 @@ class _Comparison:
         self.say(f"[{len(seconds)}/{len(pairs)}] {configuration.name}: {clip.name} took {measured.wall_seconds:.1f} s{quality}{rest}")
 
 
-def _look(handle: SSTAHandle | None, seen: dict[str, None]) -> None:
-    """Adds to ``seen`` the kernels of the layers that attended densely last."""
-    names = [] if handle is None else [run.implementation for run in handle.report()]
-    seen.update((name.removeprefix(_DENSE), None) for name in names if name.startswith(_DENSE))
+def _dense_kernels(report: RunReport) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(run.dense_by for run in report if run.dense_by is not None))
 
 
-def _generate(pipe: Any, call: dict, seed: int, after_first: Callable[[], None]) -> tuple[Video, float, float]:
-    """(the first video of the call, seconds per step, of the whole call); tells when the first forward is over.
+def _generate(pipe: Any, call: dict, seed: int) -> tuple[Video, float, float]:
+    """(the first video of the call, seconds per step, of the whole call).
 
     A step's time is from the beginning of the first forward of any of the transformers to the end of the last one, over how many steps
     run, which are fewer than the scheduler has where the call starts in the middle.
     """
     watch, progress = Stopwatch(), Progress(pipe)
-    steps, waiting = 0, [after_first]
+    steps = 0
 
     def begin(model, args, kwargs):
         nonlocal steps
@@ -187,26 +183,22 @@ def _generate(pipe: Any, call: dict, seed: int, after_first: Callable[[], None])
             steps = len(pipe.scheduler.timesteps) if step is None else step.total
             watch.start(next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
 
-    def end(*_):
-        watch.stop()
-        if waiting:
-            waiting.pop()()
-
     start = time.perf_counter()
     with ExitStack() as stack:
         for _, model in transformers_of(pipe):
             stack.enter_context(model.register_forward_pre_hook(begin, with_kwargs=True))
-            stack.enter_context(model.register_forward_hook(end))
+            stack.enter_context(model.register_forward_hook(lambda *_: watch.stop()))
         latents = stack.enter_context(_decoded(pipe))
         out = pipe(**call, generator=torch.Generator().manual_seed(seed), return_dict=False)[0][0].cpu()
     wall, seconds = time.perf_counter() - start, watch.seconds()
     assert seconds is not None
     if call["output_type"] == "latent":
-        video: Video = {"latents": out, "frames": None}
+        video = {"latents": out}
     else:
         # An image is a video of one frame.
-        frames = (out[None] if out.dim() == 3 else out).half()
-        video = {"latents": torch.cat([x.flatten() for x in latents]) if latents else None, "frames": frames}
+        video = {"frames": (out[None] if out.dim() == 3 else out).half()}
+        if latents:
+            video["latents"] = torch.cat([x.flatten() for x in latents])
     return video, seconds / steps, wall
 
 

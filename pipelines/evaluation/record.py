@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,11 +19,12 @@ from torch import Tensor
 import ssta
 
 from ..patch.apply import transformers_of
-from ..patch.report import RunReport
 from .configurations import Configuration
 
 # The version of run.json and record.json; it changes when a field changes its meaning or goes.
 SCHEMA = "ssta.compare/2"
+_PACKAGES = ("diffusers", "transformers", "triton", "lpips")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Clip:
     def name(self) -> str:
         """For files: the prompt's first words, a hash of prompt and image, and the seed."""
         words = re.sub(r"[^a-z0-9]+", "-", (self.prompt or "clip").lower()).strip("-")[:40].strip("-")
-        return "-".join(filter(None, (words, digest(repr((self.prompt, self.image)).encode())[:6], f"s{self.seed}")))
+        return "-".join(filter(None, (words, _digest(repr((self.prompt, self.image)).encode())[:6], f"s{self.seed}")))
 
 
 @dataclass(frozen=True)
@@ -69,44 +69,33 @@ class Measurement:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Measurement:
         """A Measurement again, out of ``plain``; fields that an older one lacks have their defaults."""
-        numbers = {name: float(value) if isinstance(value, str) else value for name, value in values.items()}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()})
-
-
-def exact_mass(report: RunReport) -> tuple[float, float, float] | None:
-    """``Measurement.exact_mass`` of a report."""
-    masses = [run.exact_mass for run in report if run.exact_mass is not None]
-    if not masses:
-        return None
-    mean, fifth, worst = zip(*masses)
-    return sum(mean) / len(mean), min(fifth), min(worst)
-
-
-def without_estimate(report: RunReport) -> float | None:
-    """``Measurement.without_estimate`` of a report."""
-    heads = [run.without_estimate for run in report if run.without_estimate is not None]
-    return sum(without for without, _ in heads) / sum(of for _, of in heads) if heads else None
+        loaded: dict[str, Any] = {}
+        for name, value in values.items():
+            loaded[name] = tuple(value) if isinstance(value, list) else float(value) if isinstance(value, str) else value
+        return cls(**loaded)
 
 
 def plain(value: Any) -> Any:
     """What JSON can hold of ``value``: tensors and images by a hash of what is in them, dataclasses by their fields, functions and whatever
     else by name; floats that JSON has not as "inf", "-inf" and "nan"."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
+    names = {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}
+    return json.loads(json.dumps(value, default=_plain), parse_constant=names.get)
+
+
+def _plain(value: Any) -> Any:
+    """``value``, which is none of JSON's own kinds, by one of them."""
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous().flatten()
-        mark = digest(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+        mark = _digest(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
         return f"tensor {list(value.shape)} {str(value.dtype).removeprefix('torch.')} {mark}"
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.init}
+        return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return dict(value)
     if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (bytes, bytearray)):
-        return [plain(item) for item in value]
+        return list(value)
     if hasattr(value, "tobytes") and hasattr(value, "size"):
-        return f"{type(value).__name__} {value.size} {digest(value.tobytes())}"
+        return f"{type(value).__name__} {value.size} {_digest(value.tobytes())}"
     return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else type(value).__qualname__
 
 
@@ -115,7 +104,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """Whatever a result depends on besides the clip, as JSON holds it: the keys of a record, see docs/evaluation.md."""
     transformers = [transformer for _, transformer in transformers_of(pipe)]
-    packages = ("diffusers", "transformers", "triton", "lpips")
+    versions = {package: next((found.version for found in importlib.metadata.distributions(name=package)), None) for package in _PACKAGES}
     return {
         "schema": SCHEMA,
         "model": model or getattr(pipe, "name_or_path", None) or type(pipe).__name__,
@@ -123,7 +112,7 @@ def settings_of(
         "transformers": [type(transformer).__name__ for transformer in transformers],
         "dtype": str(next(transformers[0].parameters()).dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": {"ssta": ssta.__version__, "torch": torch.__version__, **{name: _version(name) for name in packages}},
+        "versions": {"ssta": ssta.__version__, "torch": torch.__version__, **versions},
         "call": {name: plain(call[name]) for name in sorted(call)},
         "reference": configurations[0].name,
         "configurations": {configuration.name: plain(configuration) for configuration in configurations},
@@ -146,15 +135,14 @@ class Folder:
         file = path / "run.json"
         if path.exists() and not path.is_dir():
             raise ValueError(f"output must be a folder, got the file {path}")
-        configurations = settings["configurations"]
         if file.exists():
             if not resume:
                 raise ValueError(f"output must be a folder without a comparison, got {path} with one; resume it, or choose another folder")
-            before = _read_json(file)
+            before = _written("run.json", file, _read_json, "choose another folder")
             for where, old, new in _conflicts(before, settings):
                 raise ValueError(f"resume must go on with the comparison of {file}, got another: {where} is {old} there and {new} here")
-            configurations = before["configurations"] | configurations
-        write_json(file, settings | {"configurations": configurations})
+            settings = settings | {"configurations": before["configurations"] | settings["configurations"]}
+        write_json(file, settings)
 
     def file(self, clip: Clip, configuration: str) -> Path:
         """What was measured; it exists once that is finished."""
@@ -170,30 +158,29 @@ class Folder:
         folder.mkdir(exist_ok=True)
         return folder / f"{clip.name}__{_slug(self.settings['reference'])}__{_slug(configuration)}.mp4"
 
+    def keep(self, clip: Clip, reference: Mapping[str, Tensor]) -> None:
+        with _whole(self.reference_file(clip)) as part:
+            torch.save(reference, part)
+
+    def reference(self, clip: Clip) -> dict[str, Tensor]:
+        """What ``keep`` wrote."""
+        return _written("a reference", self.reference_file(clip), lambda file: torch.load(file, map_location="cpu", weights_only=True))
+
     def finish(self, clip: Clip, configuration: str, measured: Measurement) -> None:
         """The last that is written of a configuration's clip."""
         write_json(self.file(clip, configuration), {"configuration": configuration, "clip": plain(clip), "measured": plain(measured)})
 
     def measurement(self, clip: Clip, configuration: str) -> Measurement:
-        """What ``finish`` wrote; ValueError if the file is something else."""
-        file = self.file(clip, configuration)
-        try:
-            return Measurement.of(_read_json(file)["measured"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"a finished clip must be as it was written, got {file}: {error!r}; delete it to do it again") from error
+        """What ``finish`` wrote."""
+        return _written("a finished clip", self.file(clip, configuration), lambda file: Measurement.of(_read_json(file)["measured"]))
 
-    def keep(self, clip: Clip, reference: Mapping[str, Tensor | None]) -> None:
-        with _whole(self.reference_file(clip)) as part:
-            torch.save(reference, part)
 
-    def reference(self, clip: Clip) -> dict[str, Tensor | None]:
-        """What ``keep`` wrote; ValueError if the file is something else."""
-        file = self.reference_file(clip)
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:
-            # torch's own message recommends unsafe ways to read the file.
-            raise ValueError(f"a reference must be as it was written, got {file} ({type(error).__name__}); delete it and resume") from None
+def _written(name: str, file: Path, read: Callable[[Path], T], remedy: str = "delete it and resume") -> T:
+    """What ``read`` makes of a file; ValueError, whatever it raises: torch's own message recommends unsafe ways to read."""
+    try:
+        return read(file)
+    except Exception as error:
+        raise ValueError(f"{name} must be as it was written, got {file} ({type(error).__name__}); {remedy}") from None
 
 
 def _conflicts(before: dict[str, Any], now: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -206,40 +193,29 @@ def _conflicts(before: dict[str, Any], now: dict[str, Any], within: str = "") ->
             yield f"{within}{key}", old, new
 
 
-def write_json(path: Path, value: Any) -> None:
-    with _whole(path) as part:
+def _read_json(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+def write_json(file: Path, value: Any) -> None:
+    with _whole(file) as part:
         part.write_text(json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        return dict(value)
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{path.name} must be a file of JSON that can be read, got {path}: {error}") from None
-
-
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A file that takes the place of ``path`` at the end of the ``with``: all of it or nothing, whenever it is interrupted."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+def _whole(file: Path) -> Iterator[Path]:
+    """A path whose file takes the place of ``file`` at the end: all of it or nothing, whenever it is interrupted."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
     yield part
-    part.replace(path)
+    part.replace(file)
 
 
 def _slug(name: str) -> str:
     """A configuration's name as one of a file, which no other configuration has."""
     short = re.sub(r"[^A-Za-z0-9.=@-]+", "_", name)[:80].strip("_")
-    return short if short == name else f"{short}-{digest(name.encode())[:6]}"
+    return short if short == name else f"{short}-{_digest(name.encode())[:6]}"
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def digest(data: bytes) -> str:
+def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]

@@ -116,7 +116,7 @@ doctor.main(["--model", "ltx"])
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "passed in" in ran.stdout, ran.stderr
-    assert ran.returncode == 2 and "error: ssta.pipelines.apply_ssta needs diffusers 0.42" in ran.stderr and "pip install" in ran.stderr
+    assert ran.returncode == 2 and "error: --model needs diffusers 0.42" in ran.stderr and "pip install" in ran.stderr
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ from tiny_models import TINY, run
 
 from ssta import explain
 from ssta.pipelines import Schedule, apply_ssta
-from ssta.pipelines.evaluation.record import without_estimate
 from ssta.pipelines.patch import processor
 from ssta.pipelines.patch.report import LayerRun, RunReport
 from ssta.report import heads_without_estimate, mass_summary
@@ -89,7 +88,7 @@ def test_reports_and_explanations_say_how_many_heads_have_no_estimate():
 def test_comparisons_count_heads_without_an_estimate():
     run = LayerRun("a", "torch", (3, 6, 8), 144, 8, 0.2)
     report = RunReport([run, replace(run, without_estimate=(1, 4)), replace(run, without_estimate=(2, 4))])
-    assert without_estimate(report) == pytest.approx(3 / 8) and without_estimate(RunReport([run])) is None
+    assert report.without_estimate() == pytest.approx(3 / 8) and RunReport([run]).without_estimate() is None
 
 
 def test_mean_percentile_and_worst_head():
