@@ -24,8 +24,8 @@ from .quality import describe, relative_difference, write_video
 from .record import Clip, Folder, Measurement, settings_of
 from .table import Evaluation
 
-# A video by what is compared of it: "latents", as the VAE got them, flat, or what the pipeline returned where nothing is decoded; and
-# "frames", float16 [F, 3, H, W] in [0, 1], half the size of float32 and finer than a screen's 8 bits.
+# The tensors of a video that are compared. "latents": flat, as the VAE decodes them, or as the pipeline returns them where nothing is
+# decoded. "frames": float16 [F, 3, H, W] in [0, 1], half the size of float32 and finer than a screen's 8 bits.
 Video = dict[str, Tensor]
 
 
@@ -46,16 +46,16 @@ def compare(
         call: the pipeline's arguments that all clips share, among them ``num_inference_steps``; ``output_type`` "pt" or "latent",
             default "pt".
         clips: at least one, each once.
-        model: what records call the weights; default what the pipeline was loaded from, or its class.
-        output: folder for the references, for what was measured, and for videos; default a temporary one.
+        model: the weights' name in records; default the place that the pipeline was loaded from, or its class.
+        output: folder for references, measurements and videos; default a temporary one.
         resume: go on in a folder that holds part of this comparison already, perhaps with more configurations and clips.
         videos: write each clip and configuration as an MP4, the reference on the left; needs imageio and imageio-ffmpeg.
         fps: of the MP4s, frames in a second.
-        say: told what is being done and how long the rest will take.
+        say: is called with a sentence at each step of the work, with the time that is left.
 
     Raises:
         ValueError: no configuration or clip, or one twice; an output folder that holds another comparison, or this one without ``resume``;
-            another backend that took the reference's kernels; a pipeline that several ranks share; or what ``apply_ssta`` refuses.
+            another backend that took the reference's kernels; a pipeline that several ranks share; or a refusal of ``apply_ssta``.
     """
     for name, items in (("configurations", [configuration.name for configuration in configurations]), ("clips", list(clips))):
         if not items:
@@ -96,7 +96,7 @@ class _Comparison:
     warm: set[str] = field(default_factory=set)
 
     def clip(self, clip: Clip) -> None:
-        """Whatever is not finished of one clip."""
+        """Generates and measures one clip with the configurations that lack it."""
         first = self.configurations[0]
         missing = [configuration for configuration in self.configurations if not self.folder.file(clip, configuration.name).exists()]
         if missing and first not in missing and not self.folder.reference_file(clip).exists():
@@ -132,7 +132,7 @@ class _Comparison:
                                   tuple(dict.fromkeys(run.implementation for run in report)), _dense_kernels(report), report[0].thw)
 
     def _require_other_kernels(self, clip: Clip, configuration: Configuration, report: RunReport) -> None:
-        """Of a noise floor, that it does not attend with the reference's kernels."""
+        """Refuses a noise floor that attends with the reference's kernels."""
         first, kernels = self.configurations[0], _dense_kernels(report)
         if not configuration.all_dense or configuration.backend == first.backend:
             return
@@ -141,7 +141,7 @@ class _Comparison:
                              "where text is masked, dense steps run the library's own kernels: take stock, or dense@ with one of those")
 
     def _measured(self, clip: Clip, configuration: Configuration, video: Video, measured: Measurement) -> Measurement:
-        """``measured`` with what differs from the reference; writes the MP4."""
+        """``measured`` with the differences from the reference; writes the MP4."""
         reference = self.folder.reference(clip)
         if "latents" in video:
             measured = replace(measured, latent_difference=relative_difference(video["latents"], reference["latents"]))
@@ -154,7 +154,7 @@ class _Comparison:
         return replace(measured, psnr=quality["psnr"], ssim=quality["ssim"], lpips=quality["lpips"])
 
     def _progress(self, clip: Clip, configuration: Configuration, measured: Measurement) -> None:
-        """Says how far it is; the rest takes as long as what is finished, on average."""
+        """Says how much is finished, and the time that the rest takes at the same mean."""
         pairs = [(clip, configuration.name) for clip in self.clips for configuration in self.configurations]
         seconds = [self.folder.measurement(*pair).wall_seconds for pair in pairs if self.folder.file(*pair).exists()]
         left = round((len(pairs) - len(seconds)) * sum(seconds) / len(seconds))
@@ -170,8 +170,8 @@ def _dense_kernels(report: RunReport) -> tuple[str, ...]:
 def _generate(pipe: Any, call: dict, seed: int) -> tuple[Video, float, float]:
     """(the first video of the call, seconds per step, of the whole call).
 
-    A step's time is from the beginning of the first forward of any of the transformers to the end of the last one, over how many steps
-    run, which are fewer than the scheduler has where the call starts in the middle.
+    The time of the steps is from the beginning of the transformers' first forward to the end of their last one. A call that starts in the
+    middle of the schedule has fewer steps than the scheduler.
     """
     watch, progress = Stopwatch(), Progress(pipe)
     steps = 0
@@ -204,7 +204,7 @@ def _generate(pipe: Any, call: dict, seed: int) -> tuple[Video, float, float]:
 
 @contextmanager
 def _decoded(pipe: Any) -> Iterator[list[Tensor]]:
-    """What the pipeline's VAE is given to decode, on the CPU: latents that pipelines return only instead of frames."""
+    """The latents that the pipeline's VAE decodes, on the CPU; pipelines return them only instead of frames."""
     vae: Any = getattr(pipe, "vae", None)
     taken: list[Tensor] = []
     if not hasattr(vae, "decode"):

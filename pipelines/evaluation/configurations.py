@@ -1,4 +1,4 @@
-"""What a comparison runs a pipeline with: Configuration, how it is written on a command line, and a pipeline that runs with it."""
+"""Configuration: one way to run a pipeline, its form on a command line, and a pipeline that runs with it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Configuration:
     """One way to run a pipeline.
 
     Attributes:
-        name: what tables, files and records call it.
+        name: in tables, files and records.
         config: None = without SSTA, as diffusers has it.
         schedule: None = the family's.
-        backend: which kernels attend exactly: one of diffusers' attention backends by its name, such as "_native_cudnn"; or, with SSTA, one
-            of the library's implementations, such as "triton", which then computes what is sparse too. None = what the pipeline has.
+        backend: the kernels of exact attention: one of diffusers' attention backends by its name, such as "_native_cudnn"; or, with SSTA,
+            one of the library's implementations, such as "triton", for sparse attention too. None = the pipeline's.
 
     Raises:
-        ValueError: a backend that there is not, or one of the library's without SSTA.
+        ValueError: an unknown backend, or one of the library's without SSTA.
     """
 
     name: str
@@ -65,7 +65,7 @@ def dense(pipe: Any) -> Configuration:
 
 
 def parse_configuration(text: str, pipe: Any) -> Configuration:
-    """A configuration from what a person writes.
+    """A configuration from its text.
 
     ``"default"``; ``"dense"``; ``"stock"``, without SSTA; a preset's name, as in ``preset_names``; fields of ``SSTAConfig`` and of
     ``Schedule`` that differ from the default, such as ``"density=0.2,tile_thw=4x8x8,dense_steps=0.1,dense_layers=0;-1"``; or a name and
@@ -91,7 +91,7 @@ def parse_configuration(text: str, pipe: Any) -> Configuration:
 
 
 def read(text: str, presets: Sequence[str] = (*PRESETS, *OWN_PRESETS)) -> tuple[str, dict[str, Any], str | None]:
-    """(name, the fields that differ from it, backend) of a configuration as a person writes it; for which no pipeline is needed.
+    """(name, the fields that differ from it, backend) of a configuration's text, before there is a pipeline.
 
     Raises:
         ValueError: a name that is no preset, or no field, or a field without a value.
@@ -133,7 +133,7 @@ def running(pipe: Any, configuration: Configuration) -> Iterator[SSTAHandle | No
         if backend in IMPLEMENTATIONS:
             impl = backend
         elif backend is not None:
-            # diffusers' set_attention_backend, without what it leaves behind in the process.
+            # diffusers' set_attention_backend leaves its backend behind in the process.
             try:
                 stack.enter_context(attention_backend(backend))
             except (ImportError, RuntimeError, ValueError) as error:

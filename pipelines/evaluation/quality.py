@@ -80,7 +80,7 @@ def lpips_distance(video: Tensor, reference: Tensor) -> float:
 
 
 def describe(video: Tensor, reference: Tensor) -> dict[str, float | None]:
-    """All of the above by name; what does not apply to latents, or is not installed, is None."""
+    """All of the above by name; None for latents where a measure needs frames, and where a package is missing."""
     frames = video.dim() == 4 and video.shape[1] == 3 and min(video.shape[2:]) >= 11
     lpips = frames and importlib.util.find_spec("lpips") is not None
     return {"relative_difference": relative_difference(video, reference), "psnr": psnr(video, reference) if frames else None,

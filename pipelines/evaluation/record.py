@@ -1,4 +1,4 @@
-"""What a comparison keeps: clips, measurements, and the folder of both, in which an interrupted comparison knows itself again."""
+"""Clips, measurements, and the folder of both, from which an interrupted comparison is resumed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Clip:
     """One video to generate.
 
     Attributes:
-        prompt: None = what the call has, such as embeddings.
+        prompt: None = the call's own prompt or embeddings.
         seed: of the noise.
-        image: the first frame, for image-to-video pipelines: a file or an address; None = what the call has.
+        image: the first frame, for image-to-video pipelines: a file or an address; None = the call's own.
     """
 
     prompt: str | None = None
@@ -50,8 +50,8 @@ class Clip:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one configuration gave for one clip; docs/evaluation.md documents every field. None where a field does not apply, as what is
-    SSTA's without it, and what is compared with the reference in the reference itself."""
+    """One configuration's result for one clip; docs/evaluation.md documents every field. Without SSTA its fields are None or empty, and
+    the reference's last four are None."""
 
     seconds: float
     wall_seconds: float
@@ -68,7 +68,7 @@ class Measurement:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Measurement:
-        """A Measurement again, out of ``plain``; fields that an older one lacks have their defaults."""
+        """A Measurement from ``plain``'s form. Fields that an older file lacks have their defaults."""
         loaded: dict[str, Any] = {}
         for name, value in values.items():
             loaded[name] = tuple(value) if isinstance(value, list) else float(value) if isinstance(value, str) else value
@@ -76,14 +76,14 @@ class Measurement:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can hold of ``value``: tensors and images by a hash of what is in them, dataclasses by their fields, functions and whatever
-    else by name; floats that JSON has not as "inf", "-inf" and "nan"."""
+    """``value`` as JSON holds it: tensors and images by a hash of their contents, dataclasses by their fields, functions and other objects
+    by name, and numbers that JSON lacks as "inf", "-inf" and "nan"."""
     names = {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}
     return json.loads(json.dumps(value, default=_plain), parse_constant=names.get)
 
 
 def _plain(value: Any) -> Any:
-    """``value``, which is none of JSON's own kinds, by one of them."""
+    """A value of JSON's own kinds for one of another kind."""
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous().flatten()
         mark = _digest(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
@@ -102,7 +102,7 @@ def _plain(value: Any) -> Any:
 def settings_of(
     pipe: Any, model: str | None, call: Mapping[str, Any], configurations: Sequence[Configuration],
 ) -> dict[str, Any]:
-    """Whatever a result depends on besides the clip, as JSON holds it: the keys of a record, see docs/evaluation.md."""
+    """All that a result depends on besides the clip, as JSON holds it: the keys of a record, see docs/evaluation.md."""
     transformers = [transformer for _, transformer in transformers_of(pipe)]
     versions = {package: next((found.version for found in importlib.metadata.distributions(name=package)), None) for package in _PACKAGES}
     return {
@@ -145,11 +145,11 @@ class Folder:
         write_json(file, settings)
 
     def file(self, clip: Clip, configuration: str) -> Path:
-        """What was measured; it exists once that is finished."""
+        """The file of a measurement, which exists once the clip is finished."""
         return self.path / "clips" / clip.name / f"{_slug(configuration)}.json"
 
     def reference_file(self, clip: Clip) -> Path:
-        """What the first configuration generated."""
+        """The file of the first configuration's video."""
         return self.path / "references" / f"{clip.name}.pt"
 
     def video(self, clip: Clip, configuration: str) -> Path:
@@ -163,20 +163,20 @@ class Folder:
             torch.save(reference, part)
 
     def reference(self, clip: Clip) -> dict[str, Tensor]:
-        """What ``keep`` wrote."""
+        """The tensors that ``keep`` wrote."""
         return _written("a reference", self.reference_file(clip), lambda file: torch.load(file, map_location="cpu", weights_only=True))
 
     def finish(self, clip: Clip, configuration: str, measured: Measurement) -> None:
-        """The last that is written of a configuration's clip."""
+        """Writes the measurement, last of all that a clip and a configuration leave."""
         write_json(self.file(clip, configuration), {"configuration": configuration, "clip": plain(clip), "measured": plain(measured)})
 
     def measurement(self, clip: Clip, configuration: str) -> Measurement:
-        """What ``finish`` wrote."""
+        """The measurement that ``finish`` wrote."""
         return _written("a finished clip", self.file(clip, configuration), lambda file: Measurement.of(_read_json(file)["measured"]))
 
 
 def _written(name: str, file: Path, read: Callable[[Path], T], remedy: str = "delete it and resume") -> T:
-    """What ``read`` makes of a file; ValueError, whatever it raises: torch's own message recommends unsafe ways to read."""
+    """``read(file)``, with one ValueError for all errors, because torch's own message recommends unsafe ways to read."""
     try:
         return read(file)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Evaluation: what a comparison measured, with means, spreads and paired differences over the clips; prints as two tables."""
+"""Evaluation: a comparison's measurements, with means, spreads and paired differences over the clips; prints as two tables."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Evaluation:
     """A comparison's outcome.
 
     Attributes:
-        settings: what it was made with, as JSON: model, call, versions, device, configurations; see docs/evaluation.md.
+        settings: as JSON: model, call, versions, device, configurations; see docs/evaluation.md.
         measurements: ``{configuration: {clip: Measurement}}``, the reference first.
     """
 
@@ -101,7 +101,7 @@ class Evaluation:
         return [pair for pair in found if pair is not None]
 
     def record(self) -> dict[str, Any]:
-        """As JSON holds it: the settings, every clip with what each configuration gave for it, means and paired differences with their
+        """As JSON holds it: the settings, every clip with each configuration's measurement, means and paired differences with their
         spread; docs/evaluation.md documents every key."""
         clips: dict[Clip, dict[str, Any]] = {}
         for name, found in self.measurements.items():
@@ -113,7 +113,7 @@ class Evaluation:
                 "aggregates": means, "pairs": [plain(pair) for pair in self.pairs()]}
 
     def __str__(self) -> str:
-        """The table of configurations; then that of their differences; then what has to be said about them."""
+        """The table of configurations, the table of their differences, and notes on both."""
         others = list(self.measurements)[1:]
         parts = [aligned([["configuration", "dense steps by", "clips", "density", "exact mass (worst head)",
                            *(title for title, _ in _COLUMNS.values())], *map(self._row, self.measurements)], left=2)]
