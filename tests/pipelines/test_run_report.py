@@ -10,7 +10,7 @@ from tiny_hunyuan import EVERYTHING, SPARSE
 from tiny_models import TINY, run
 
 from ssta import explain
-from ssta.pipelines import Schedule, apply_ssta
+from ssta.pipelines import Schedule, apply_ssta, set_density
 from ssta.pipelines.patch import processor
 from ssta.pipelines.patch.report import LayerRun, RunReport
 from ssta.report import heads_without_estimate, mass_summary
@@ -51,6 +51,20 @@ def test_everything_is_exact_where_everything_is_selected():
     with apply_ssta(model, replace(EVERYTHING, compensation="linear"), schedule=Schedule()) as handle:
         run(model, call)
         assert handle.report()[0].exact_mass == pytest.approx((1, 1, 1))
+
+
+def test_a_layer_says_what_its_last_dense_step_ran():
+    """Also after sparse steps; a layer without a dense step says nothing."""
+    model, call = TINY["wan"].build(), TINY["wan"].call()
+    with apply_ssta(model, replace(SPARSE, topk=None, density=0.5), schedule=Schedule(dense_layers=(0,))) as handle:
+        run(model, call)
+        assert [layer.dense_by for layer in handle.report()] == ["default backend", None]
+        set_density(handle, 1.0)
+        run(model, call)
+        set_density(handle, 0.5)
+        run(model, call)
+        assert [(layer.implementation, layer.dense_by) for layer in handle.report()] == [
+            ("dense, default backend", "default backend"), ("torch", "default backend")]
 
 
 def test_without_compensation_there_is_no_such_column():
