@@ -46,7 +46,7 @@ def ssim(video: Tensor, reference: Tensor) -> float:
     Wang et al., Image quality assessment: from error visibility to structural similarity, 2004: Gaussian windows of 11 x 11 with a standard
     deviation of 1.5, K1 = 0.01, K2 = 0.03.
     """
-    bell = torch.exp(-torch.arange(-5.0, 6.0).square() / (2 * 1.5**2))
+    bell = torch.exp(-torch.arange(-5, 6, dtype=torch.float32, device="cpu").square() / (2 * 1.5**2))
     bell = bell / bell.sum()
 
     def similarity(x: Tensor, y: Tensor) -> Tensor:
