@@ -54,7 +54,7 @@ from torch import Tensor, nn
 from world import Elsewhere, OnRanks, World
 
 from ssta.pipelines import Schedule, apply_ssta
-from ssta.pipelines.evaluation.published import PUBLISHED, blocks_of
+from ssta.pipelines.published import PUBLISHED, blocks_of
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from generate import share_out

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ssta import SSTAConfig
-from ssta.pipelines.evaluation.published import (
+from ssta.pipelines.published import (
     PUBLISHED,
     Published,
     blocks_of,

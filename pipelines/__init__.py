@@ -1,7 +1,8 @@
 """Where it is used: one call makes a diffusers video model attend sparsely, another brings it back.
 
 patch/ puts SSTA into a model and takes it out, schedule/ says which steps and layers stay dense, ranks/ shares a forward among GPUs,
-families/ has one file a model, plugs/ serves other programs, and evaluation/ measures what a configuration does to videos.
+families/ has one file a model, training/ teaches a model its tiles, plugs/ serves other programs, and evaluation/ measures what a
+configuration does to videos.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
     from .patch.processor import SSTAProcessor as SSTAProcessor
     from .patch.report import LayerRun as LayerRun
     from .patch.report import RunReport as RunReport
-    from .patch.training import Ramp as Ramp
-    from .patch.training import Velocities as Velocities
-    from .patch.training import frozen_checkpoint as frozen_checkpoint
-    from .patch.training import set_density as set_density
-    from .patch.training import teacher_student as teacher_student
     from .ranks.parallel import cp_plan as cp_plan
     from .ranks.split import Split as Split
     from .schedule.schedule import Schedule as Schedule
+    from .training.training import Ramp as Ramp
+    from .training.training import Velocities as Velocities
+    from .training.training import frozen_checkpoint as frozen_checkpoint
+    from .training.training import set_density as set_density
+    from .training.training import teacher_student as teacher_student
 
 
 def _public() -> dict[str, str]:
@@ -59,12 +60,21 @@ def __getattr__(name: str) -> Any:
             return getattr(import_module(_MODULES[name], __name__), name)
         if name in _NAMED:
             return import_module(".patch.family", __name__).imported(*_NAMED[name])
-    except ModuleNotFoundError as error:
-        if error.name == "diffusers":
-            raise ImportError(f"{__name__}.{name} needs diffusers 0.42, which is not installed: pip install 'diffusers==0.42.*' "
-                              "transformers accelerate") from error
+    except ModuleNotFoundError:
+        require_diffusers(f"{__name__}.{name}")
         raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def require_diffusers(name: str) -> None:
+    """ImportError, which says how diffusers is installed for ``name``, where it is not."""
+    try:
+        import diffusers  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name == "diffusers":
+            raise ImportError(f"{name} needs diffusers 0.42, which is not installed: pip install 'diffusers==0.42.*' transformers "
+                              "accelerate") from error
+        raise
 
 
 def __dir__() -> list[str]:

@@ -24,7 +24,7 @@ from .schedule.presets import first_layer_dense, small_tiles
 from .schedule.schedule import Schedule
 
 if TYPE_CHECKING:
-    from .evaluation.published import Canvas, Published
+    from .published import Canvas, Published
 
 # The oldest and the newest release of each that the tests ran with.
 TESTED = {"torch": ("2.11", "2.13"), "triton": ("3.6", "3.9"), "diffusers": ("0.42", "0.42"), "nvidia-cudnn-frontend": ("1.32", "1.32")}
@@ -159,7 +159,10 @@ def _asked(model: str | None, size: str | None) -> tuple[Published, Canvas] | No
         if size is not None:
             raise ValueError(f"--size must come with --model, got {size} alone")
         return None
-    from .evaluation.published import PUBLISHED
+    from . import require_diffusers
+
+    require_diffusers("--model")
+    from .published import PUBLISHED
 
     if model not in PUBLISHED:
         raise ValueError(f"--model must be one of {', '.join(PUBLISHED)}, got {model!r}")
@@ -175,8 +178,8 @@ def _asked(model: str | None, size: str | None) -> tuple[Published, Canvas] | No
 @torch.no_grad()
 def gain(of: Published, thw: Canvas, device: torch.device, dtype: torch.dtype) -> list[str]:
     """Seconds of a step, dense and by default, reckoned from one block that is measured here."""
-    from .evaluation.published import blocks_of
     from .patch.apply import apply_ssta
+    from .published import blocks_of
 
     try:
         model, call = of.build(device.type, dtype, 1), of.call(device.type, dtype, thw)

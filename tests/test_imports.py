@@ -20,7 +20,8 @@ MAY_IMPORT = {"eager": (), "lowering": (), **dict.fromkeys(("portable", "hopper"
 # A room of pipelines/ -> what of the others it may import: rooms, or modules of theirs.
 ROOMS = {"schedule": (), "ranks": ("patch.call", "patch.family"),
          "patch": ("schedule", "ranks", "families.PLACES"),
-         "families": ("patch", "schedule", "ranks"), "plugs": ("schedule", "patch.report"), "evaluation": ("patch", "schedule")}
+         "families": ("patch", "schedule", "ranks"), "plugs": ("schedule", "patch.report"),
+         "evaluation": ("patch", "schedule", "require_diffusers"), "training": ("patch", "schedule")}
 # Rooms that run without diffusers.
 WITHOUT_DIFFUSERS = ("schedule", "plugs")
 # At the top, what runs the implementations and is therefore imported by none of these folders; and the specification.
@@ -269,6 +270,7 @@ def test_file_keeps_the_import_rules(path):
     ("pipelines/evaluation/quality.py", "import lpips"),
     ("pipelines/patch/report.py", "def f():\n    from ..evaluation.quality import psnr"),
     ("pipelines/patch/family.py", "from ..families.wan import WAN"),
+    ("pipelines/patch/processor.py", "from ..training.kept_selection import KeptSelection"),
     ("pipelines/ranks/split.py", "from ..patch.apply import apply_ssta"),
     ("pipelines/schedule/presets.py", "from ..patch.family import Family"),
     ("pipelines/schedule/progress.py", "import diffusers"),

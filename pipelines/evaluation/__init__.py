@@ -1,10 +1,5 @@
-"""What a configuration costs a video and what it saves: prompts and seeds against dense attention. Of the other rooms none imports
-this one."""
+"""What a configuration costs a video and what it saves: prompts and seeds against dense attention."""
 
-try:
-    import diffusers  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name == "diffusers":
-        raise ImportError(f"{__name__} needs diffusers 0.42, which is not installed: pip install 'diffusers==0.42.*' transformers "
-                          "accelerate") from error
-    raise
+from .. import require_diffusers
+
+require_diffusers(__name__)

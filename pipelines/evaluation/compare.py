@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +12,9 @@ import torch
 from diffusers import DiffusionPipeline
 
 from .comparison import compare
-from .configurations import Configuration, check_names, dense, parse_configuration
-from .measurement import Clip, Measurement, write_json
+from .configurations import Configuration, dense, parse_configuration, read
 from .quality import require_video_writer
+from .record import Clip, Measurement, write_json
 from .scatter import plot_evaluation
 from .table import Evaluation
 
@@ -37,38 +36,41 @@ def read_prompts(path: str | Path) -> list[tuple[str, str | None]]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts must be a text file in UTF-8 that can be read, got {path}: {error}") from None
-    found: list[tuple[str, str | None]] = []
+    prompts: list[tuple[str, str | None]] = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        prompt, *images = (piece.strip() for piece in line.split("\t"))
-        if len(images) > 1 or not prompt or images == [""]:
-            raise ValueError(f"prompts must hold a prompt, or a prompt, a tab and an image, in each line, got {line!r} in line {number} of "
-                             f"{path}")
-        image = images[0] if images else None
-        found.append((prompt, image if image is None or _is_address(image) else str(path.parent / image)))
-    if not found:
+        match [piece.strip() for piece in line.split("\t")]:
+            case [""]:
+                pass
+            case [prompt] if prompt:
+                prompts.append((prompt, None))
+            case [prompt, image] if prompt and image:
+                prompts.append((prompt, image if _is_address(image) else str(path.parent / image)))
+            case _:
+                raise ValueError(f"prompts must hold a prompt, or a prompt, a tab and an image, in each line, got {line!r} in line "
+                                 f"{number} of {path}")
+    if not prompts:
         raise ValueError(f"prompts must hold at least one prompt, got none in {path}")
-    return found
+    return prompts
 
 
 def _is_address(image: str) -> bool:
     return image.startswith(("http://", "https://"))
 
 
-def _clips(prompts: Sequence[str], file: str | None, images: Sequence[str], seeds: Sequence[int]) -> list[Clip]:
+def _clips(options: argparse.Namespace) -> list[Clip]:
     """Every prompt with every seed."""
-    if len(images) > 1 and len(images) != len(prompts):
-        raise ValueError(f"--image must come once, for all prompts, or once for each --prompt, got {len(images)} for {len(prompts)}")
-    one = images[0] if len(images) == 1 else None
-    found: list[tuple[str, str | None]] = list(zip(prompts, images)) if len(images) > 1 else [(prompt, one) for prompt in prompts]
-    if file is not None:
-        found += [(prompt, image or one) for prompt, image in read_prompts(file)]
-    found = found or [(_PROMPT, one)]
-    for _, image in found:
+    texts, images = options.prompt, options.image
+    if len(images) > 1 and len(images) != len(texts):
+        raise ValueError(f"--image must come once, for all prompts, or once for each --prompt, got {len(images)} for {len(texts)}")
+    shared = images[0] if len(images) == 1 else None
+    prompts = list(zip(texts, images if len(images) > 1 else [shared] * len(texts)))
+    if options.prompts is not None:
+        prompts += [(text, image or shared) for text, image in read_prompts(options.prompts)]
+    prompts = prompts or [(_PROMPT, shared)]
+    for _, image in prompts:
         if image is not None and not _is_address(image) and not Path(image).is_file():
             raise ValueError(f"an image must be an address or a file that exists, got {image}")
-    return [Clip(prompt, seed, image) for prompt, image in found for seed in seeds]
+    return [Clip(text, seed, image) for text, image in prompts for seed in options.seeds]
 
 
 def main(arguments: list[str] | None = None) -> Evaluation:
@@ -79,40 +81,38 @@ def main(arguments: list[str] | None = None) -> Evaluation:
         evaluation = _run(options)
         if options.output is not None:
             _write(Path(options.output), evaluation)
-        print(evaluation, flush=True)
     except KeyboardInterrupt:
         if options.output is not None:
             say(f"interrupted; the same command with --resume goes on in {options.output}")
         raise SystemExit(130) from None
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
+    print(evaluation, flush=True)
     return evaluation
 
 
 def _run(options: argparse.Namespace) -> Evaluation:
     """The comparison that the options ask for."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    if processes > 1:
-        raise ValueError(f"a comparison must run in one process, got one of {processes} by torchrun: give each GPU a command with prompts "
-                         "of its own, the same --output and --resume")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(f"a comparison must run in one process, got one of {os.environ['WORLD_SIZE']} by torchrun: give each GPU a "
+                         "command with prompts of its own, the same --output and --resume")
+    if options.resume and options.output is None:
+        raise ValueError("--resume must come with --output, the folder to go on in, got none")
+    if options.steps < 1:
+        raise ValueError(f"--steps must be at least 1, got {options.steps}")
     videos = options.output is not None and not options.latents and not options.no_videos
     if videos:
         require_video_writer()
-    if options.resume and options.output is None:
-        raise ValueError("--resume must come with --output, the folder to go on in, got none")
-    clips = _clips(options.prompt, options.prompts, options.image, options.seeds)
-    if options.steps < 1:
-        raise ValueError(f"--steps must be at least 1, got {options.steps}")
-    texts = options.config or ["default"]
+    clips, texts = _clips(options), options.config or ["default"]
     if options.floor != "none":
         texts = [options.floor if options.floor == "stock" or "@" in options.floor else f"dense@{options.floor}", *texts]
     for text in texts:
-        check_names(text)
+        read(text)
     say("loading the pipeline")
     pipe = DiffusionPipeline.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
-    configurations = [dense(pipe), *(parse_configuration(text, pipe) for text in texts)]
+    configurations = [parse_configuration(text, pipe) for text in ("dense", *texts)]
     if options.backend is not None:
-        configurations = [replace(made, backend=options.backend) if made.config is not None and made.backend is None else made
+        configurations = [replace(made, backend=made.backend or options.backend) if made.config is not None else made
                           for made in configurations]
     call = {"num_inference_steps": options.steps, "output_type": "latent" if options.latents else "pt"}
     named = ("negative_prompt", "height", "width", "num_frames")

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,17 @@ import torch
 from diffusers.utils import load_image
 from torch import Tensor
 
-from ..patch.apply import SSTAHandle, transformers_of
-from ..patch.report import Stopwatch
+from ..patch.apply import transformers_of
+from ..patch.report import RunReport, Stopwatch
 from ..schedule.progress import Progress
 from .configurations import Configuration, running
-from .folder import Folder, Reference, settings_of
-from .measurement import Clip, Measurement, exact_mass, without_estimate
 from .quality import describe, relative_difference, write_video
+from .record import Clip, Folder, Measurement, settings_of
 from .table import Evaluation
 
-# How `LayerRun.implementation` begins where a layer attended densely.
-_DENSE = "dense, "
+# The tensors of a video that are compared. "latents": flat, as the VAE decodes them, or as the pipeline returns them where nothing is
+# decoded. "frames": float16 [F, 3, H, W] in [0, 1], half the size of float32 and finer than a screen's 8 bits.
+Video = dict[str, Tensor]
 
 
 def compare(
@@ -36,10 +36,9 @@ def compare(
 ) -> Evaluation:
     """Generates every clip with every configuration, each clip from the same noise, and measures each against the first configuration.
 
-    Clip by clip, all configurations one after the other, so that their times are of the same minutes and an interrupted comparison has
-    whole pairs. Each configuration is warmed up once, by two steps in which kernels are compiled. What the first one generated is kept on
-    disk, its frames in 16 bits, so memory does not grow with the clips. Processes with clips of their own, one on each GPU, can share an
-    output folder.
+    Clip by clip, all configurations one after the other, so that their times are of the same minutes. Each configuration is warmed up by
+    two steps. The first one's videos are kept on disk, so memory does not grow with the clips. Processes with clips of their own can share
+    an output folder.
 
     Args:
         pipe: a pipeline of a supported family, without SSTA.
@@ -47,192 +46,165 @@ def compare(
         call: the pipeline's arguments that all clips share, among them ``num_inference_steps``; ``output_type`` "pt" or "latent",
             default "pt".
         clips: at least one, each once.
-        model: what records call the weights; default what the pipeline was loaded from, or its class.
-        output: folder for the references, for what was measured, and for videos; default a temporary one.
-        resume: go on in a folder that holds part of this comparison already: what is finished is not generated again. Configurations and
-            clips may have been added.
+        model: the weights' name in records; default the place that the pipeline was loaded from, or its class.
+        output: folder for references, measurements and videos; default a temporary one.
+        resume: go on in a folder that holds part of this comparison already, perhaps with more configurations and clips.
         videos: write each clip and configuration as an MP4, the reference on the left; needs imageio and imageio-ffmpeg.
         fps: of the MP4s, frames in a second.
-        say: told what is being done and how long the rest will take.
+        say: is called with a sentence at each step of the work, with the time that is left.
 
     Raises:
         ValueError: no configuration or clip, or one twice; an output folder that holds another comparison, or this one without ``resume``;
-            another backend that took the reference's kernels; a pipeline that several ranks share; or what ``apply_ssta`` refuses.
+            another backend that took the reference's kernels; a pipeline that several ranks share; or a refusal of ``apply_ssta``.
     """
-    for name, given in (("configurations", [configuration.name for configuration in configurations]), ("clips", list(clips))):
-        if not given:
+    for name, items in (("configurations", [configuration.name for configuration in configurations]), ("clips", list(clips))):
+        if not items:
             raise ValueError(f"{name} must hold at least one, got none")
-        twice = [item for item, count in Counter(given).items() if count > 1]
-        if twice:
-            raise ValueError(f"{name} must each be there once, got {twice[0]!r} twice")
+        item, times = Counter(items).most_common(1)[0]
+        if times > 1:
+            raise ValueError(f"{name} must each be there once, got {item!r} twice")
     call = {"output_type": "pt", **call}
     if call["output_type"] not in ("pt", "latent"):
         raise ValueError(f"output_type must be 'pt' or 'latent', got {call['output_type']!r}")
-    shared = [type(transformer).__name__ for _, transformer in transformers_of(pipe) if getattr(transformer, "_parallel_config", None)]
-    if shared:
-        raise ValueError(f"pipe must run on one rank, got {shared[0]} after enable_parallelism: give each GPU a process with clips of its "
-                         "own and the same output")
+    for _, transformer in transformers_of(pipe):
+        if getattr(transformer, "_parallel_config", None):
+            raise ValueError(f"pipe must run on one rank, got {type(transformer).__name__} after enable_parallelism: give each GPU a "
+                             "process with clips of its own and the same output")
     with ExitStack() as stack:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssta-compare-")) if output is None else output)
-        folder = Folder.open(path, settings_of(pipe, model, call, configurations), resume)
-        work = _Comparison(pipe, configurations, call, folder, videos, fps, say)
+        folder = Folder(path, settings_of(pipe, model, call, configurations), resume)
+        work = _Comparison(pipe, configurations, clips, call, folder, videos, fps, say)
         for clip in clips:
-            work.clip(clip, clips)
-        names = [configuration.name for configuration in configurations]
-        return Evaluation(folder.settings, {name: {clip: folder.measurement(clip, name) for clip in clips} for name in names})
+            work.clip(clip)
+        return Evaluation(folder.settings, {configuration.name: {clip: folder.measurement(clip, configuration.name) for clip in clips}
+                                            for configuration in configurations})
 
 
+@dataclass
 class _Comparison:
-    """The work of ``compare``: what is in it for every clip."""
+    """The arguments of ``compare``, and how one clip goes."""
 
-    def __init__(self, pipe: Any, configurations: Sequence[Configuration], call: dict, folder: Folder, videos: bool, fps: int,
-                 say: Callable[[str], None]) -> None:
-        self.pipe, self.configurations, self.call, self.folder = pipe, configurations, call, folder
-        self.videos, self.fps, self.say = videos, fps, say
-        # By configuration, once it is warm: the kernels of its dense steps and layers, as far as they were seen, in order.
-        self.dense_kernels: dict[str, dict[str, None]] = {}
+    pipe: Any
+    configurations: Sequence[Configuration]
+    clips: Sequence[Clip]
+    call: dict[str, Any]
+    folder: Folder
+    videos: bool
+    fps: int
+    say: Callable[[str], None]
+    # Names of the configurations that were warmed up.
+    warm: set[str] = field(default_factory=set)
 
-    def clip(self, clip: Clip, clips: Sequence[Clip]) -> None:
-        """Whatever is not finished of one clip."""
-        first, *others = self.configurations
-        missing = [configuration for configuration in others if not self.folder.finished(clip, configuration.name)]
-        if self.folder.finished(clip, first.name) and (not missing or self.folder.has_reference(clip)):
-            reference = self.folder.reference(clip) if missing else None
-        else:
-            reference, missing = None, [first, *missing]
+    def clip(self, clip: Clip) -> None:
+        """Generates and measures one clip with the configurations that lack it."""
+        first = self.configurations[0]
+        missing = [configuration for configuration in self.configurations if not self.folder.file(clip, configuration.name).exists()]
+        if missing and first not in missing and not self.folder.reference_file(clip).exists():
+            missing = [first, *missing]
         for configuration in missing:
-            generated, measured, device = self._generate(clip, configuration)
-            if reference is None:
-                reference = generated
-                self.folder.keep(clip, reference)
+            video, measured = self._generate(clip, configuration)
+            if configuration is first:
+                self.folder.keep(clip, video)
             else:
-                measured = self._measured(clip, configuration, generated, measured, reference, device)
+                measured = self._measured(clip, configuration, video, measured)
             self.folder.finish(clip, configuration.name, measured)
-            self._progress(clip, configuration, measured, clips)
+            self._progress(clip, configuration, measured)
 
-    def _generate(self, clip: Clip, configuration: Configuration) -> tuple[Reference, Measurement, torch.device]:
+    def _generate(self, clip: Clip, configuration: Configuration) -> tuple[Video, Measurement]:
         call = dict(self.call)
         if clip.prompt is not None:
             call["prompt"] = clip.prompt
         if clip.image is not None:
             call["image"] = load_image(clip.image)
         with running(self.pipe, configuration) as handle:
-            if configuration.name not in self.dense_kernels:
+            if configuration.name not in self.warm:
                 self.say(f"{configuration.name}: two steps to warm up")
-                self._warm_up(call, clip.seed, configuration, handle)
+                _generate(self.pipe, call | {"num_inference_steps": 2, "output_type": "latent"}, clip.seed)
+                if handle is not None:
+                    self._require_other_kernels(clip, configuration, handle.report())
+                self.warm.add(configuration.name)
             self.say(f"{configuration.name}: generating {clip.name}")
-            seen = self.dense_kernels[configuration.name]
-            # A generation that starts in the middle may have no dense step among two. Looking waits for the device, so once will do.
-            with ExitStack() if seen else self._looking(handle, seen, once=True):
-                generated, seconds, wall, device = _generate(self.pipe, call, clip.seed)
+            video, seconds, wall = _generate(self.pipe, call, clip.seed)
             if handle is None:
-                return generated, Measurement(seconds, wall), device
+                return video, Measurement(seconds, wall)
             report = handle.report()
-        kernels = tuple(dict.fromkeys(run.implementation for run in report))
-        return generated, Measurement(seconds, wall, report.mean_density(), exact_mass(report), without_estimate(report), kernels,
-                                      tuple(seen), report[0].thw), device
+        return video, Measurement(seconds, wall, report.mean_density(), report.exact_mass(), report.without_estimate(),
+                                  tuple(dict.fromkeys(run.implementation for run in report)), _dense_kernels(report), report[0].thw)
 
-    def _warm_up(self, call: dict, seed: int, configuration: Configuration, handle: SSTAHandle | None) -> None:
-        seen: dict[str, None] = {}
-        with self._looking(handle, seen):
-            _generate(self.pipe, call | {"num_inference_steps": 2, "output_type": "latent"}, seed)
-        self.dense_kernels[configuration.name] = seen
-        first = self.configurations[0]
-        if configuration.all_dense and configuration.backend != first.backend and seen == self.dense_kernels.get(first.name):
-            raise ValueError(f"{configuration.name} must attend with other kernels than {first.name}, got {', '.join(seen)} for both; "
+    def _require_other_kernels(self, clip: Clip, configuration: Configuration, report: RunReport) -> None:
+        """Refuses a noise floor that attends with the reference's kernels."""
+        first, kernels = self.configurations[0], _dense_kernels(report)
+        if not configuration.all_dense or configuration.backend == first.backend:
+            return
+        if kernels == self.folder.measurement(clip, first.name).dense_kernels:
+            raise ValueError(f"{configuration.name} must attend with other kernels than {first.name}, got {', '.join(kernels)} for both; "
                              "where text is masked, dense steps run the library's own kernels: take stock, or dense@ with one of those")
 
-    @contextmanager
-    def _looking(self, handle: SSTAHandle | None, seen: dict[str, None], once: bool = False) -> Iterator[None]:
-        """Notes in ``seen`` what attends densely in every forward, or in the first one."""
-        def look(*_: object) -> None:
-            assert handle is not None
-            dense = [run.implementation for run in handle.report() if run.implementation.startswith(_DENSE)]
-            seen.update(dict.fromkeys(name.removeprefix(_DENSE) for name in dense))
-            if once:
-                hooks.close()
-
-        with ExitStack() as hooks:
-            for _, model in () if handle is None else transformers_of(self.pipe):
-                hooks.enter_context(model.register_forward_hook(look))
-            yield
-
-    def _measured(self, clip: Clip, configuration: Configuration, generated: Reference, measured: Measurement, reference: Reference,
-                  device: torch.device) -> Measurement:
-        if generated.latents is not None and reference.latents is not None:
-            measured = replace(measured, latent_difference=relative_difference(generated.latents, reference.latents))
-        if generated.frames is None or reference.frames is None:
+    def _measured(self, clip: Clip, configuration: Configuration, video: Video, measured: Measurement) -> Measurement:
+        """``measured`` with the differences from the reference; writes the MP4."""
+        reference = self.folder.reference(clip)
+        if "latents" in video:
+            measured = replace(measured, latent_difference=relative_difference(video["latents"], reference["latents"]))
+        if "frames" not in video:
             return measured
-        found = describe(generated.frames, reference.frames, device)
         if self.videos:
             path = self.folder.video(clip, configuration.name)
-            write_video(torch.cat([reference.frames, generated.frames], dim=-1), str(path), fps=self.fps)
-        return replace(measured, psnr=found["psnr"], ssim=found["ssim"], lpips=found["lpips"])
+            write_video(torch.cat([reference["frames"], video["frames"]], dim=-1), str(path), fps=self.fps)
+        quality = describe(video["frames"], reference["frames"])
+        return replace(measured, psnr=quality["psnr"], ssim=quality["ssim"], lpips=quality["lpips"])
 
-    def _progress(self, clip: Clip, configuration: Configuration, measured: Measurement, clips: Sequence[Clip]) -> None:
-        """Says how far it is; the rest takes as long as what each configuration took so far, on average."""
-        names = [configuration.name for configuration in self.configurations]
-        known = {name: [self.folder.measurement(c, name).wall_seconds for c in clips if self.folder.finished(c, name)] for name in names}
-        every = [seconds for values in known.values() for seconds in values]
-        left = sum((len(clips) - len(values)) * (sum(values) / len(values) if values else sum(every) / len(every))
-                   for values in known.values())
+    def _progress(self, clip: Clip, configuration: Configuration, measured: Measurement) -> None:
+        """Says how much is finished, and the time that the rest takes at the same mean."""
+        pairs = [(clip, configuration.name) for clip in self.clips for configuration in self.configurations]
+        seconds = [self.folder.measurement(*pair).wall_seconds for pair in pairs if self.folder.file(*pair).exists()]
+        left = round((len(pairs) - len(seconds)) * sum(seconds) / len(seconds))
         quality = "" if measured.psnr is None else f", {measured.psnr:.2f} dB"
-        rest = f"; about {timedelta(seconds=round(left))} left" if left else ""
-        done = f"[{len(every)}/{len(clips) * len(names)}]"
-        self.say(f"{done} {configuration.name}: {clip.name} took {measured.wall_seconds:.1f} s{quality}{rest}")
+        rest = f"; about {timedelta(seconds=left)} left" if len(seconds) < len(pairs) else ""
+        self.say(f"[{len(seconds)}/{len(pairs)}] {configuration.name}: {clip.name} took {measured.wall_seconds:.1f} s{quality}{rest}")
 
 
-def _generate(pipe: Any, call: dict, seed: int) -> tuple[Reference, float, float, torch.device]:
-    """(the first video of the call, seconds per step, of the whole call, the device that denoised)."""
+def _dense_kernels(report: RunReport) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(run.dense_by for run in report if run.dense_by is not None))
+
+
+def _generate(pipe: Any, call: dict, seed: int) -> tuple[Video, float, float]:
+    """(the first video of the call, seconds per step, of the whole call).
+
+    The time of the steps is from the beginning of the transformers' first forward to the end of their last one. A call that starts in the
+    middle of the schedule has fewer steps than the scheduler.
+    """
+    watch, progress = Stopwatch(), Progress(pipe)
+    steps = 0
+
+    def begin(model, args, kwargs):
+        nonlocal steps
+        if not steps:
+            step = progress.step(kwargs.get("timestep"))
+            steps = len(pipe.scheduler.timesteps) if step is None else step.total
+            watch.start(next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
+
     start = time.perf_counter()
-    with _denoising(pipe) as denoised, _decoded(pipe) as latents:
-        out = pipe(**call, generator=torch.Generator().manual_seed(seed), return_dict=False)[0]
-    video = out[0].cpu()
-    wall = time.perf_counter() - start
+    with ExitStack() as stack:
+        for _, model in transformers_of(pipe):
+            stack.enter_context(model.register_forward_pre_hook(begin, with_kwargs=True))
+            stack.enter_context(model.register_forward_hook(lambda *_: watch.stop()))
+        latents = stack.enter_context(_decoded(pipe))
+        out = pipe(**call, generator=torch.Generator().manual_seed(seed), return_dict=False)[0][0].cpu()
+    wall, seconds = time.perf_counter() - start, watch.seconds()
+    assert seconds is not None
     if call["output_type"] == "latent":
-        kept = Reference(video, None)
+        video = {"latents": out}
     else:
         # An image is a video of one frame.
-        frames = video[None] if video.dim() == 3 else video
-        kept = Reference(torch.cat([x.flatten() for x in latents]) if latents else None, frames.half())
-    seconds = denoised.watch.seconds()
-    assert seconds is not None and denoised.device is not None
-    return kept, seconds / denoised.steps, wall, denoised.device
-
-
-class _Denoising:
-    """What the transformers' forwards of one call tell."""
-
-    def __init__(self) -> None:
-        self.watch = Stopwatch()
-        self.steps = 0
-        # None before the first one.
-        self.device: torch.device | None = None
-
-
-@contextmanager
-def _denoising(pipe: Any) -> Iterator[_Denoising]:
-    """A stopwatch from the beginning of the first forward of any of the pipeline's transformers to the end of the last one, how many steps
-    run, which are fewer than the scheduler has where the call starts in the middle, and where."""
-    found, progress = _Denoising(), Progress(pipe)
-
-    def start(model, args, kwargs):
-        if found.device is None:
-            step = progress.step(kwargs.get("timestep"))
-            found.steps = len(pipe.scheduler.timesteps) if step is None else step.total
-            found.device = next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-            found.watch.start(found.device)
-
-    with ExitStack() as hooks:
-        for _, model in transformers_of(pipe):
-            hooks.enter_context(model.register_forward_pre_hook(start, with_kwargs=True))
-            hooks.enter_context(model.register_forward_hook(lambda *_: found.watch.stop()))
-        yield found
+        video = {"frames": (out[None] if out.dim() == 3 else out).half()}
+        if latents:
+            video["latents"] = torch.cat([x.flatten() for x in latents])
+    return video, seconds / steps, wall
 
 
 @contextmanager
 def _decoded(pipe: Any) -> Iterator[list[Tensor]]:
-    """What the pipeline's VAE is given to decode, on the CPU: latents that pipelines return only instead of frames."""
+    """The latents that the pipeline's VAE decodes, on the CPU; pipelines return them only instead of frames."""
     vae: Any = getattr(pipe, "vae", None)
     taken: list[Tensor] = []
     if not hasattr(vae, "decode"):
@@ -248,7 +220,6 @@ def _decoded(pipe: Any) -> Iterator[list[Tensor]]:
     try:
         yield taken
     finally:
-        if own is None:
-            del vae.decode
-        else:
+        del vae.decode
+        if own is not None:
             vae.decode = own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -32,46 +32,36 @@ def relative_difference(video: Tensor, reference: Tensor) -> float:
     return difference / float(reference.norm()) if difference else 0.0
 
 
-def psnr(video: Tensor, reference: Tensor, device: torch.device | None = None) -> float:
+def psnr(video: Tensor, reference: Tensor) -> float:
     """Peak signal-to-noise ratio in dB of frames ``[F, C, H, W]`` in [0, 1]: the mean over the frames that are not the same; inf where all
-    are. The first frame often is the same where a video begins with a given image.
-
-    Args:
-        video, reference: what is compared.
-        device: where each frame is compared; default where ``video`` is. The same for ``ssim`` and ``lpips_distance``.
-    """
-    values = [-10 * math.log10(error) for x, y in _frames(video, reference, device)
-              if (error := float((x.double() - y.double()).square().mean()))]
+    are. The first frame often is the same where a video begins with a given image."""
+    errors = _by_frame(video, reference, lambda x, y: (x.double() - y.double()).square().mean())
+    values = [-10 * math.log10(error) for error in errors if error]
     return sum(values) / len(values) if values else math.inf
 
 
-def ssim(video: Tensor, reference: Tensor, device: torch.device | None = None) -> float:
+def ssim(video: Tensor, reference: Tensor) -> float:
     """Structural similarity of frames ``[F, C, H, W]`` in [0, 1], the mean over all windows, channels and frames.
 
     Wang et al., Image quality assessment: from error visibility to structural similarity, 2004: Gaussian windows of 11 x 11 with a standard
     deviation of 1.5, K1 = 0.01, K2 = 0.03.
     """
-    pairs = _frames(video, reference, device)
-    if min(video.shape[2:]) < 11:
-        raise ValueError(f"video must have frames of at least 11 x 11 for SSIM, got {tuple(video.shape)}")
-    bell = torch.exp(-torch.arange(-5.0, 6.0).square() / (2 * 1.5**2)).to(video.device if device is None else device)
+    bell = torch.exp(-torch.arange(-5, 6, dtype=torch.float32, device="cpu").square() / (2 * 1.5**2))
     bell = bell / bell.sum()
-    total = 0.0
-    # A frame at a time, because five blurred copies of a whole video are large.
-    for x, y in pairs:
-        x, y = x.float(), y.float()
+
+    def similarity(x: Tensor, y: Tensor) -> Tensor:
+        window = bell.to(x.device)
         images = torch.stack([x, y, x * x, y * y, x * y]).flatten(0, 1)[:, None]
-        blurred = torch.nn.functional.conv2d(torch.nn.functional.conv2d(images, bell.view(1, 1, 11, 1)), bell.view(1, 1, 1, 11))
+        blurred = torch.nn.functional.conv2d(torch.nn.functional.conv2d(images, window.view(1, 1, 11, 1)), window.view(1, 1, 1, 11))
         mean_x, mean_y, square_x, square_y, product = blurred.unflatten(0, (5, -1))
         variance_x, variance_y, covariance = square_x - mean_x**2, square_y - mean_y**2, product - mean_x * mean_y
         luminance = (2 * mean_x * mean_y + 0.01**2) / (mean_x**2 + mean_y**2 + 0.01**2)
         structure = (2 * covariance + 0.03**2) / (variance_x + variance_y + 0.03**2)
-        total += float((luminance * structure).double().mean())
-    return total / len(video)
+        return (luminance * structure).double().mean()
 
-
-def lpips_available() -> bool:
-    return importlib.util.find_spec("lpips") is not None
+    if min(video.shape[-2:]) < 11:
+        raise ValueError(f"video must have frames of at least 11 x 11 for SSIM, got {tuple(video.shape)}")
+    return sum(_by_frame(video, reference, similarity)) / len(video)
 
 
 @lru_cache
@@ -82,30 +72,30 @@ def _lpips_network(device: torch.device) -> Any:
 
 
 @torch.no_grad()
-def lpips_distance(video: Tensor, reference: Tensor, device: torch.device | None = None) -> float:
+def lpips_distance(video: Tensor, reference: Tensor) -> float:
     """LPIPS (AlexNet), the mean over frames ``[F, C, H, W]`` in [0, 1] of three channels. Needs the package lpips, which loads its
     weights at first use."""
-    network = _lpips_network(video.device if device is None else device)
-    pairs = _frames(video, reference, device)
-    return sum(float(network(x[None].float() * 2 - 1, y[None].float() * 2 - 1)) for x, y in pairs) / len(video)
+    distances = _by_frame(video, reference, lambda x, y: _lpips_network(x.device)(x[None] * 2 - 1, y[None] * 2 - 1))
+    return sum(distances) / len(video)
+
+
+def describe(video: Tensor, reference: Tensor) -> dict[str, float | None]:
+    """All of the above by name; None for latents where a measure needs frames, and where a package is missing."""
+    frames = video.dim() == 4 and video.shape[1] == 3 and min(video.shape[2:]) >= 11
+    lpips = frames and importlib.util.find_spec("lpips") is not None
+    return {"relative_difference": relative_difference(video, reference), "psnr": psnr(video, reference) if frames else None,
+            "ssim": ssim(video, reference) if frames else None, "lpips": lpips_distance(video, reference) if lpips else None}
+
+
+def _by_frame(video: Tensor, reference: Tensor, measure: Callable[[Tensor, Tensor], Tensor]) -> list[float]:
+    """``measure`` of each frame in float32, on the GPU if there is one: a frame at a time, because a whole video is large."""
+    _require_alike(video, reference)
+    if video.dim() != 4:
+        raise ValueError(f"video must be frames [F, C, H, W], got shape {tuple(video.shape)}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return [float(measure(x.to(device).float(), y.to(device).float())) for x, y in zip(video, reference)]
 
 
 def _require_alike(video: Tensor, reference: Tensor) -> None:
     if video.shape != reference.shape:
         raise ValueError(f"video must have the reference's shape {tuple(reference.shape)}, got {tuple(video.shape)}")
-
-
-def _frames(video: Tensor, reference: Tensor, device: torch.device | None) -> Iterator[tuple[Tensor, Tensor]]:
-    _require_alike(video, reference)
-    if video.dim() != 4:
-        raise ValueError(f"video must be frames [F, C, H, W], got shape {tuple(video.shape)}")
-    device = video.device if device is None else device
-    return ((x.to(device), y.to(device)) for x, y in zip(video, reference))
-
-
-def describe(video: Tensor, reference: Tensor, device: torch.device | None = None) -> dict[str, float | None]:
-    """All of the above by name; what does not apply to latents, or is not installed, is None."""
-    frames = video.dim() == 4 and video.shape[1] == 3 and min(video.shape[2:]) >= 11
-    return {"relative_difference": relative_difference(video, reference), "psnr": psnr(video, reference, device) if frames else None,
-            "ssim": ssim(video, reference, device) if frames else None,
-            "lpips": lpips_distance(video, reference, device) if frames and lpips_available() else None}

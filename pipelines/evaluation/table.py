@@ -1,4 +1,4 @@
-"""Evaluation: what a comparison measured, with means, spreads and paired differences over the clips; prints as two tables."""
+"""Evaluation: a comparison's measurements, with means, spreads and paired differences over the clips; prints as two tables."""
 
 from __future__ import annotations
 
@@ -6,28 +6,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import fmean, stdev
 from typing import Any
 
 from ..patch.report import aligned
-from .measurement import Clip, Measurement, plain
+from .record import Clip, Measurement, plain
 
 # The measures that are compared pair by pair, and whether more is better.
 METRICS = {"psnr": True, "ssim": True, "lpips": False, "latent_difference": False, "seconds": False}
-_STYLES = {"psnr": ".2f", "ssim": ".4f", "lpips": ".4f", "latent_difference": ".2e", "seconds": ".3f", "speed_up": ".2f"}
-_HEADS = {"psnr": "PSNR, dB", "ssim": "SSIM", "lpips": "LPIPS", "latent_difference": "latents", "seconds": "s per step",
-          "speed_up": "speed-up"}
+# The columns of numbers: their titles and formats.
+_COLUMNS = {"seconds": ("s per step", ".3f"), "speed_up": ("speed-up", ".2f"), "latent_difference": ("latents", ".2e"),
+            "psnr": ("PSNR, dB", ".2f"), "ssim": ("SSIM", ".4f"), "lpips": ("LPIPS", ".4f")}
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Numbers of several clips.
-
-    Attributes:
-        mean: over the clips; infinite where one of them is.
-        deviation: standard deviation, of n - 1; None for a single clip or an infinite mean.
-        error: standard error of the mean, deviation / sqrt(n).
-        clips: how many.
-    """
+    """The mean of several clips' numbers, infinite where one of them is; their standard deviation (n - 1) and the mean's standard error,
+    None for a single clip or an infinite mean; and how many clips they are."""
 
     mean: float
     deviation: float | None
@@ -39,10 +34,10 @@ class Spread:
         """None of no values."""
         if not values:
             return None
-        mean = sum(values) / len(values)
+        mean = fmean(values)
         if len(values) == 1 or not math.isfinite(mean):
             return cls(mean, None, None, len(values))
-        deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+        deviation = stdev(values)
         return cls(mean, deviation, deviation / math.sqrt(len(values)), len(values))
 
     def text(self, style: str, sign: str = "") -> str:
@@ -51,14 +46,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class Pair:
-    """One metric of two configurations: ``first`` minus ``second`` on each clip that both have.
-
-    Attributes:
-        first, second: their names.
-        metric: a name of ``METRICS``.
-        difference: over the clips.
-        better: on how many of them ``first`` is better; a draw is not.
-    """
+    """One of ``METRICS`` for two configurations, by name: the ``difference``, first minus second, of the clips that both have, and on how
+    many of them the first is ``better``; a draw is not."""
 
     first: str
     second: str
@@ -72,7 +61,7 @@ class Evaluation:
     """A comparison's outcome.
 
     Attributes:
-        settings: what it was made with, as JSON: model, call, versions, device, configurations; see docs/evaluation.md.
+        settings: as JSON: model, call, versions, device, configurations; see docs/evaluation.md.
         measurements: ``{configuration: {clip: Measurement}}``, the reference first.
     """
 
@@ -112,7 +101,7 @@ class Evaluation:
         return [pair for pair in found if pair is not None]
 
     def record(self) -> dict[str, Any]:
-        """As JSON holds it: the settings, every clip with what each configuration gave for it, means and paired differences with their
+        """As JSON holds it: the settings, every clip with each configuration's measurement, means and paired differences with their
         spread; docs/evaluation.md documents every key."""
         clips: dict[Clip, dict[str, Any]] = {}
         for name, found in self.measurements.items():
@@ -124,40 +113,38 @@ class Evaluation:
                 "aggregates": means, "pairs": [plain(pair) for pair in self.pairs()]}
 
     def __str__(self) -> str:
-        """The table of configurations; then that of their differences; then what has to be said about them."""
-        metrics = ("seconds", "speed_up", "latent_difference", "psnr", "ssim", "lpips")
-        head = ["configuration", "dense steps by", "clips", "density", "exact mass (worst head)", *(_HEADS[metric] for metric in metrics)]
-        rows = [head]
-        for name, found in self.measurements.items():
-            density, masses = self.spread(name, "density"), [m.exact_mass for m in found.values() if m.exact_mass is not None]
-            mass = "-" if not masses else f"{sum(m[0] for m in masses) / len(masses):.1%} ({min(m[2] for m in masses):.1%})"
-            dropped = [m.without_estimate for m in found.values() if m.without_estimate]
-            if dropped:
-                mass += f", {sum(dropped) / len(found):.1%} of heads without an estimate"
-            dense = ", ".join(dict.fromkeys(kernel for m in found.values() for kernel in m.dense_kernels))
-            rows.append([name, dense or "-", str(len(found)), "-" if density is None else f"{density.mean:.1%}", mass,
-                         *(self._cell(name, metric) for metric in metrics)])
-        parts = [aligned(rows, left=2)]
-        pairs = {(pair.first, pair.second, pair.metric): pair for pair in self.pairs()}
-        if pairs:
-            table = [["paired difference", *(title for metric in METRICS for title in (_HEADS[metric], "better"))]]
-            for first, second in dict.fromkeys(key[:2] for key in pairs):
-                row = [f"({first}) - ({second})"]
-                for metric in METRICS:
-                    pair = pairs.get((first, second, metric))
-                    row += ["-", "-"] if pair is None else [pair.difference.text(_STYLES[metric], "+"),
-                                                            f"{pair.better} of {pair.difference.clips}"]
-                table.append(row)
-            parts.append(aligned(table))
-        clips = max(map(len, self.measurements.values()))
-        if clips > 1:
+        """The table of configurations, the table of their differences, and notes on both."""
+        others = list(self.measurements)[1:]
+        parts = [aligned([["configuration", "dense steps by", "clips", "density", "exact mass (worst head)",
+                           *(title for title, _ in _COLUMNS.values())], *map(self._row, self.measurements)], left=2)]
+        if len(others) > 1:
+            parts.append(aligned([["paired difference", *(text for metric in METRICS for text in (_COLUMNS[metric][0], "better"))],
+                                  *(self._differences(first, second) for first, second in combinations(others, 2))]))
+        if max(map(len, self.measurements.values())) > 1:
             parts.append("± is the standard error over the clips")
-        for name in list(self.measurements)[1:]:
+        for name in others:
             values = self.values(name, "latent_difference")
             if values and self.settings["configurations"][name]["config"] is None and not any(values.values()):
                 parts.append(f"{name} gave exactly what {self.reference} did: it ran the same kernels and is no noise floor")
         return "\n\n".join(parts)
 
-    def _cell(self, name: str, metric: str) -> str:
-        spread = self.spread(name, metric)
-        return "-" if spread is None else spread.text(_STYLES[metric])
+    def _row(self, name: str) -> list[str]:
+        clips = self.measurements[name].values()
+        kernels = dict.fromkeys(kernel for measured in clips for kernel in measured.dense_kernels)
+        density = self.spread(name, "density")
+        masses = [measured.exact_mass for measured in clips if measured.exact_mass is not None]
+        mass = f"{fmean(mean for mean, *_ in masses):.1%} ({min(worst for *_, worst in masses):.1%})" if masses else "-"
+        dropped = sum(measured.without_estimate or 0 for measured in clips) / len(clips)
+        if dropped:
+            mass += f", {dropped:.1%} of heads without an estimate"
+        spreads = [(self.spread(name, metric), style) for metric, (_, style) in _COLUMNS.items()]
+        return [name, ", ".join(kernels) or "-", str(len(clips)), "-" if density is None else f"{density.mean:.1%}", mass,
+                *("-" if spread is None else spread.text(style) for spread, style in spreads)]
+
+    def _differences(self, first: str, second: str) -> list[str]:
+        row = [f"({first}) - ({second})"]
+        for metric in METRICS:
+            pair = self.pair(first, second, metric)
+            style = _COLUMNS[metric][1]
+            row += ["-", "-"] if pair is None else [pair.difference.text(style, "+"), f"{pair.better} of {pair.difference.clips}"]
+        return row

@@ -29,7 +29,7 @@ from ssta.selection import Selection
 from ..schedule.changes import at_density, warn_of_the_window
 from ..schedule.progress import is_fake
 from .context import ModelContext
-from .kept_selection import Holder
+from .holder import Holder
 from .report import ExchangeTimer, LayerRun, Stopwatch
 from .streams import TORCH_NORMS, Norms, Stream, apart, joined
 
@@ -79,6 +79,7 @@ class SSTAProcessor:
         self._stopwatch = Stopwatch()
         self._exchange = ExchangeTimer()
         self._last: _LastRun | None = None
+        self._last_dense: _LastRun | None = None
 
     def canvas(self, video_tokens: int) -> tuple[int, int, int]:
         """The canvas (t, h, w) of the forward in progress.
@@ -285,6 +286,8 @@ class SSTAProcessor:
         tiles, counts = (None, None) if dense or blocks is None else (blocks.num_kv_blocks or blocks.num_q_blocks, blocks.counts)
         part = (query.shards.rank, query.shards.ranks, query.shape[1], query.heads) if isinstance(query, Sent) else None
         self._last = _LastRun(dense, backend, route, kind, self.context.thw, layout.length, tiles, counts, mass, part)
+        if dense:
+            self._last_dense = self._last
         return out.transpose(1, 2)
 
     def _attend_sparsely(self, q: Any, k: Any, v: Any, layout: TokenLayout, text_mask: Tensor | None, kv_layout: TokenLayout | None
@@ -340,11 +343,7 @@ class SSTAProcessor:
         run = self._last
         if run is None or run.counts is not None and is_fake(run.counts):
             return None
-        route = run.route
-        if route is None and run.kind is not None:
-            # Inside a compiled graph, which asked for the same when it ran.
-            route = choose_route(self.context.impl, *run.kind)
-        name = (run.backend or "") if route is None else str(route)
+        route, name = self._implementation(run)
         density = 1.0 if run.counts is None or run.tiles is None else float(run.counts.double().mean()) / run.tiles
         count = self.context.count
         # Nothing leaves a trace in a model that is compiled whole.
@@ -361,4 +360,13 @@ class SSTAProcessor:
             exact_mass=None if masses is None else mass_summary(masses),
             without_estimate=None if masses is None else heads_without_estimate(masses),
             by=by, rank=rank, ranks=ranks, own_heads=own, heads=heads,
-            exchange_seconds=None if run.part is None else self._exchange.seconds())
+            exchange_seconds=None if run.part is None else self._exchange.seconds(),
+            dense_by=None if self._last_dense is None else self._implementation(self._last_dense)[1])
+
+    def _implementation(self, run: _LastRun) -> tuple[Route | None, str]:
+        """The library's route, None where a backend of diffusers attended, and the name of either."""
+        route = run.route
+        if route is None and run.kind is not None:
+            # Inside a compiled graph, which asked for the same when it ran.
+            route = choose_route(self.context.impl, *run.kind)
+        return route, (run.backend or "") if route is None else str(route)

@@ -38,6 +38,7 @@ class LayerRun:
         own_heads, heads: how many heads it attended with there, of how many that the layer has; None on one rank.
         exchange_seconds: time in ``seconds`` that heads and tokens were exchanged for, waiting for other ranks included; None on one rank
             and where ``seconds`` is.
+        dense_by: ``implementation``, without "dense, ", of the layer's last dense step; None before there was one.
     """
 
     layer: str
@@ -58,6 +59,7 @@ class LayerRun:
     own_heads: int | None = None
     heads: int | None = None
     exchange_seconds: float | None = None
+    dense_by: str | None = None
 
     @property
     def where(self) -> str:
@@ -79,6 +81,19 @@ class RunReport(list):
         if not self:
             raise ValueError("mean_density must come after a forward with SSTA, got a report of no layers")
         return sum(map(_mean_density, self)) / len(self)
+
+    def exact_mass(self) -> tuple[float, float, float] | None:
+        """``LayerRun.exact_mass`` over the layers: the mean, the lowest 5th percentile, and the worst head; None where no layer has it."""
+        masses = [run.exact_mass for run in self if run.exact_mass is not None]
+        if not masses:
+            return None
+        mean, fifth, worst = zip(*masses)
+        return sum(mean) / len(mean), min(fifth), min(worst)
+
+    def without_estimate(self) -> float | None:
+        """``LayerRun.without_estimate`` as a share of all layers' heads; None where no layer has it."""
+        heads = [run.without_estimate for run in self if run.without_estimate is not None]
+        return sum(without for without, _ in heads) / sum(count for _, count in heads) if heads else None
 
     def __str__(self) -> str:
         if not self:

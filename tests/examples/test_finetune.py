@@ -131,7 +131,7 @@ def test_all_weights_are_trained_and_load(script, made, tmp_path, name, loss):
 
 def test_few_steps_are_learned_where_dense_ones_come_by(script, made, tmp_path, monkeypatch):
     """Every velocity that is learned is the teacher's after some of its own Euler steps from noise."""
-    from ssta.pipelines.patch.training import TeacherStudent
+    from ssta.pipelines.training.training import TeacherStudent
 
     calls, learned, teacher = [], [], TeacherStudent.teacher
 

@@ -20,7 +20,7 @@ from ranks import on_ranks, values_of
 from tiny_pipelines import PIPELINES, latents, wan_with_frames
 
 from ssta.pipelines import Schedule
-from ssta.pipelines.evaluation.published import Published, wan_inputs
+from ssta.pipelines.published import Published, wan_inputs
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 CPU = torch.device("cpu")

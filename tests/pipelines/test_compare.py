@@ -16,8 +16,7 @@ from tiny_pipelines import PIPELINES, latents, wan_with_frames, wan_with_prompts
 from ssta.pipelines import LayerRun, RunReport, Schedule, apply_ssta
 from ssta.pipelines.evaluation import comparison
 from ssta.pipelines.evaluation.compare import Clip, Configuration, Measurement, compare, dense, main, parse_configuration, read_prompts
-from ssta.pipelines.evaluation.folder import Folder
-from ssta.pipelines.evaluation.measurement import exact_mass
+from ssta.pipelines.patch.report import Stopwatch
 
 STOCK = Configuration("stock", None)
 CLIP = Clip()
@@ -97,16 +96,16 @@ def test_a_floor_attends_with_other_kernels():
     assert (of(found, "dense").dense_kernels, of(found, "floor").dense_kernels) == (("torch",), ("reference",))
 
 
-def test_steps_are_those_that_run():
+def test_steps_are_those_that_run(monkeypatch):
     """A generation that starts in the middle takes fewer than the scheduler has, and is dense in the first of them all the same."""
     tiny = PIPELINES["wan_video_to_video"]
     pipe = tiny.build()
     found = compare(pipe, [dense(pipe), Configuration("sparse", SPARSE, Schedule(dense_steps=0.25))],
                     tiny.call | {"num_inference_steps": 4, "strength": 0.5, "output_type": "latent"})
     assert of(found, "sparse").dense_kernels == ("default backend",)
-    with comparison._denoising(pipe) as denoised:
-        latents(pipe, **tiny.call, strength=0.5)
-    assert denoised.steps == 2 and len(pipe.scheduler.timesteps) == 4
+    monkeypatch.setattr(Stopwatch, "seconds", lambda watch: 6.0)
+    _, seconds, _ = comparison._generate(pipe, tiny.call | {"num_inference_steps": 4, "strength": 0.5, "output_type": "latent"}, 0)
+    assert seconds == 3.0 and len(pipe.scheduler.timesteps) == 4
 
 
 @pytest.mark.parametrize("name", ["cogvideox", "hunyuan_video_15_image_to_video", "ltx2", "mochi", "skyreels_v2_forcing"])
@@ -152,8 +151,8 @@ def test_what_is_exact_is_said_where_the_rest_is_estimated():
 def test_what_is_exact_of_several_layers():
     runs = [LayerRun(str(i), "torch", (1, 2, 3), 6, 1, 0.5, exact_mass=mass)
             for i, mass in enumerate([(0.9, 0.5, 0.3), None, (0.7, 0.6, 0.1)])]
-    assert exact_mass(RunReport(runs)) == (pytest.approx(0.8), 0.5, 0.1)
-    assert exact_mass(RunReport(runs[1:2])) is None
+    assert RunReport(runs).exact_mass() == (pytest.approx(0.8), 0.5, 0.1)
+    assert RunReport(runs[1:2]).exact_mass() is None
 
 
 @pytest.mark.parametrize("change, message", [
@@ -232,16 +231,16 @@ def test_another_comparison_is_not_gone_on_with(tmp_path):
              "configurations.sparse.config.topk is 2 there and 3 here")):
         with pytest.raises(ValueError, match=message):
             run(**options)
-    folder = Folder(tmp_path / "out", {})
-    folder._file(CLIP, "sparse").write_text("{}")
-    with pytest.raises(ValueError, match="a finished clip must be as it was written, got .*sparse.json: .*; delete it"):
+    finished, reference = (next((tmp_path / "out").glob(pattern)) for pattern in ("clips/*/sparse.json", "references/*.pt"))
+    finished.write_text("{}")
+    with pytest.raises(ValueError, match="a finished clip must be as it was written, got .*sparse.json .KeyError.; delete it"):
         run()
-    folder._file(CLIP, "sparse").unlink()
-    folder._reference(CLIP).write_bytes(b"no reference")
+    finished.unlink()
+    reference.write_bytes(b"no reference")
     with pytest.raises(ValueError, match="a reference must be as it was written, got .*pt .*; delete it"):
         run()
     (tmp_path / "out" / "run.json").write_text("{")
-    with pytest.raises(ValueError, match="run.json must be a file of JSON that can be read, got "):
+    with pytest.raises(ValueError, match="run.json must be as it was written, got .*run.json .JSONDecodeError.; choose another"):
         run()
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="output must be a folder, got the file"):

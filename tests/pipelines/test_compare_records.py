@@ -11,7 +11,7 @@ import pytest
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule
 from ssta.pipelines.evaluation.configurations import Configuration
-from ssta.pipelines.evaluation.measurement import Clip, Measurement, measurement_of, plain
+from ssta.pipelines.evaluation.record import Clip, Measurement, plain
 from ssta.pipelines.evaluation.scatter import plot_evaluation
 from ssta.pipelines.evaluation.table import Evaluation, Spread
 
@@ -88,7 +88,13 @@ def test_the_table(evaluation):
 @pytest.mark.parametrize("value", [measured(30.0, exact_mass=(0.9, 0.5, 0.25), kernels=("hopper", "triton"), canvas=(1, 2, 3)),
                                    Measurement(1.0, 2.0, psnr=math.inf)])
 def test_measurements_come_back(value):
-    assert measurement_of(json.loads(json.dumps(plain(value), allow_nan=False))) == value
+    assert Measurement.of(json.loads(json.dumps(plain(value), allow_nan=False))) == value
+
+
+def test_older_measurements_come_back():
+    """Those that were written before a field was there."""
+    older = {name: value for name, value in plain(measured(30.0, without_estimate=0.5)).items() if name != "without_estimate"}
+    assert Measurement.of(older) == measured(30.0)
 
 
 def test_what_json_cannot_hold_is_named():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ssta.pipelines import doctor
-from ssta.pipelines.evaluation.published import PUBLISHED, Published, wan_inputs
+from ssta.pipelines.published import PUBLISHED, Published, wan_inputs
 
 CPU = torch.device("cpu")
 TINY = Published("tiny", "WanTransformer3DModel",
@@ -102,9 +102,21 @@ def test_what_does_not_fit_is_said(monkeypatch):
 
 @pytest.mark.slow
 def test_it_needs_no_diffusers():
-    code = "import sys; sys.modules['diffusers'] = None; from ssta.pipelines import doctor; sys.exit(doctor.main([]))"
+    """Only ``--model`` does, and says how to install it."""
+    code = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "diffusers":
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Absent())
+from ssta.pipelines import doctor
+assert doctor.main([]) == 0
+doctor.main(["--model", "ltx"])
+"""
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ran.returncode == 0 and "passed in" in ran.stdout, ran.stderr
+    assert "passed in" in ran.stdout, ran.stderr
+    assert ran.returncode == 2 and "error: --model needs diffusers 0.42" in ran.stderr and "pip install" in ran.stderr
 
 
 @pytest.mark.gpu

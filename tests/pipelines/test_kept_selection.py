@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ssta.kernels import BlockLists
-from ssta.pipelines.patch.kept_selection import Holder, KeptSelection, _packed, _unpacked
+from ssta.pipelines.patch.holder import Holder
+from ssta.pipelines.training.kept_selection import KeptSelection, _packed, _unpacked
 from ssta.selection import Selection
 
 

@@ -79,6 +79,7 @@ def test_lpips_loads_its_network_once_and_takes_the_mean_over_frames(monkeypatch
     other[1] = 1 - other[1]
     # The frames' distances are twice their differences, and the first one's is zero.
     expected = float((other[1].float() - video[1].float()).abs().mean())
-    assert lpips_distance(other, video) == pytest.approx(expected, rel=1e-5)
-    assert lpips_distance(other, video, torch.device("cpu")) == pytest.approx(expected, rel=1e-5) and made == [("alex", False)]
+    for _ in range(2):
+        assert lpips_distance(other, video) == pytest.approx(expected, rel=1e-5)
+    assert made == [("alex", False)]
     quality._lpips_network.cache_clear()

@@ -10,8 +10,7 @@ from tiny_hunyuan import EVERYTHING, SPARSE
 from tiny_models import TINY, run
 
 from ssta import explain
-from ssta.pipelines import Schedule, apply_ssta
-from ssta.pipelines.evaluation.measurement import without_estimate
+from ssta.pipelines import Schedule, apply_ssta, set_density
 from ssta.pipelines.patch import processor
 from ssta.pipelines.patch.report import LayerRun, RunReport
 from ssta.report import heads_without_estimate, mass_summary
@@ -54,6 +53,20 @@ def test_everything_is_exact_where_everything_is_selected():
         assert handle.report()[0].exact_mass == pytest.approx((1, 1, 1))
 
 
+def test_a_layer_says_what_its_last_dense_step_ran():
+    """Also after sparse steps; a layer without a dense step says nothing."""
+    model, call = TINY["wan"].build(), TINY["wan"].call()
+    with apply_ssta(model, replace(SPARSE, topk=None, density=0.5), schedule=Schedule(dense_layers=(0,))) as handle:
+        run(model, call)
+        assert [layer.dense_by for layer in handle.report()] == ["default backend", None]
+        set_density(handle, 1.0)
+        run(model, call)
+        set_density(handle, 0.5)
+        run(model, call)
+        assert [(layer.implementation, layer.dense_by) for layer in handle.report()] == [
+            ("dense, default backend", "default backend"), ("torch", "default backend")]
+
+
 def test_without_compensation_there_is_no_such_column():
     model, call = TINY["wan"].build(), TINY["wan"].call()
     with apply_ssta(model, SPARSE, schedule=Schedule()) as handle:
@@ -89,7 +102,7 @@ def test_reports_and_explanations_say_how_many_heads_have_no_estimate():
 def test_comparisons_count_heads_without_an_estimate():
     run = LayerRun("a", "torch", (3, 6, 8), 144, 8, 0.2)
     report = RunReport([run, replace(run, without_estimate=(1, 4)), replace(run, without_estimate=(2, 4))])
-    assert without_estimate(report) == pytest.approx(3 / 8) and without_estimate(RunReport([run])) is None
+    assert report.without_estimate() == pytest.approx(3 / 8) and RunReport([run]).without_estimate() is None
 
 
 def test_mean_percentile_and_worst_head():

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from ssta import SSTAConfig
 from ssta.pipelines import Ramp, Schedule, apply_ssta, frozen_checkpoint, set_density, teacher_student
 from ssta.pipelines.patch import processor
-from ssta.pipelines.patch.kept_selection import KeptSelection
 from ssta.pipelines.schedule.changes import changed
+from ssta.pipelines.training.kept_selection import KeptSelection
 
 # No window, so that a density is met exactly; 2 x 2 x 2 tiles.
 TILES = SSTAConfig(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.25)

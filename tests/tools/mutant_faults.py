@@ -249,6 +249,9 @@ FAULTS = (
     Fault("a field that is changed holds on some canvases only", "pipelines/schedule/changes.py",
           "for name, value in dict(overrides).items() if name not in settled}", "for name, value in dict(overrides).items()}",
           ("tests/pipelines/test_training.py::test_a_density_takes_the_place_of_any_budget_in_all_variants",)),
+    Fault("a report forgets the kernels of dense steps", "pipelines/patch/processor.py",
+          "        if dense:\n            self._last_dense", "        if True:\n            self._last_dense",
+          ("tests/pipelines/test_run_report.py::test_a_layer_says_what_its_last_dense_step_ran",)),
     Fault("the doctor passes what is NaN", "pipelines/doctor.py",
           ".nan_to_num(nan=float(\"inf\"))", ".nan_to_num()", ("tests/pipelines/test_doctor.py::test_wrong_attention_fails",)),
 

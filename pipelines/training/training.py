@@ -14,11 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from ssta.checks import require_share
 from ssta.kernels.checks import require_int
 
+from ..patch.apply import SSTAHandle
+from ..patch.call import CallState
+from ..patch.context import ModelContext, having
+from ..patch.processor import SSTAProcessor
 from ..schedule.changes import changed
-from .apply import SSTAHandle
-from .context import CallState, ModelContext, having
 from .kept_selection import KeptSelection
-from .processor import SSTAProcessor
 
 # From this density on a forward is dense: choosing what to leave out gains nothing.
 DENSE_FROM = 63 / 64

@@ -1,8 +1,6 @@
-"""Which tiles one layer selected in one forward, kept for the recomputation of gradient checkpointing; where the layer finds it."""
+"""Which tiles one layer selected in one forward, kept for the recomputation of gradient checkpointing."""
 
 from __future__ import annotations
-
-import threading
 
 import torch
 from torch import Tensor
@@ -46,21 +44,3 @@ def _unpacked(bits: Tensor, length: int) -> Tensor:
     """bool ``[..., length]``, what was packed."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (bits[..., None] >> places & 1).flatten(-2)[..., :length].bool()
-
-
-class Holder:
-    """Where a layer's processor finds the ``KeptSelection`` of its thread's forward; None = choose, and keep nothing."""
-
-    def __init__(self) -> None:
-        self._thread = threading.local()
-
-    def __reduce__(self) -> tuple:
-        return Holder, ()
-
-    @property
-    def frozen(self) -> KeptSelection | None:
-        return getattr(self._thread, "frozen", None)
-
-    @frozen.setter
-    def frozen(self, kept: KeptSelection | None) -> None:
-        self._thread.frozen = kept
