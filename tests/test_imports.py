@@ -133,9 +133,7 @@ def violations(path: str, source: str) -> list[str]:
             found.append("lpips is imported only inside a function of pipelines/evaluation/quality.py")
         elif top == "cudnn" and (path != "kernels/cudnn/attention.py" or imported.at_load):
             found.append("cudnn is imported only inside the functions of kernels/cudnn/attention.py")
-        elif top == "vllm_omni" and below != ["plugs", "vllm_omni_backend"] and (below != ["plugs", "vllm_omni"] or imported.at_load):
-            found.append("vllm_omni is imported by plugs/vllm_omni_backend.py and inside a function of plugs/vllm_omni.py")
-        elif top not in {"ssta", "torch", "triton", "cudnn", "diffusers", "matplotlib", "numpy", "lpips", "vllm_omni", "safetensors",
+        elif top not in {"ssta", "torch", "triton", "cudnn", "diffusers", "matplotlib", "numpy", "lpips", "safetensors",
                          "huggingface_hub", *sys.stdlib_module_names}:
             found.append(f"{top} is no dependency of the package")
 
@@ -275,10 +273,8 @@ def test_file_keeps_the_import_rules(path):
     ("pipelines/schedule/presets.py", "from ..patch.family import Family"),
     ("pipelines/schedule/progress.py", "import diffusers"),
     ("pipelines/plugs/comfy.py", "def f():\n    import diffusers"),
-    ("pipelines/plugs/vllm_omni.py", "from ..patch.family import small_tiles"),
+    ("pipelines/plugs/comfy.py", "from ..patch.family import small_tiles"),
     ("pipelines/families/ltx.py", "from .. import apply_ssta"),
-    ("pipelines/plugs/vllm_omni.py", "from vllm_omni.platforms import current_omni_platform"),
-    ("pipelines/patch/apply.py", "def f():\n    import vllm_omni"),
     ("pipelines/patch/apply.py", "def f():\n    import safetensors"),
     ("pipelines/families/trained/checkpoint.py", "from huggingface_hub import snapshot_download"),
 ])
@@ -306,7 +302,7 @@ def test_what_the_rules_allow(path, source):
     assert violations(path, source) == []
 
 
-PLUGS = [f"ssta.pipelines.plugs.{name}" for name in ("comfy", "comfy_models", "vllm_omni")]
+PLUGS = [f"ssta.pipelines.plugs.{name}" for name in ("comfy", "comfy_models")]
 # What is imported first, what then, and what is said where diffusers is not there.
 FRESH = f"""
 import sys, torch
