@@ -346,10 +346,10 @@ def test_the_other_tables(tmp_path):
     measure.write_rows(tmp_path / "interfaces_a.csv", [
         dict(system="FlashInfer", q_block=64, k_block=64, what="forward", provider="ssta", **times, tflops=531.0, plan_ms=0.42)])
     measure.write_rows(tmp_path / "quality_a.csv", [dict(
-        what="sample", clips="procedural", train_seed=1, name="dropped 0.156", density=0.3, psnr=34.56, psnr_spread=1.23, ssim=0.9876,
-        velocity_error=0.0312, loss_above=-0.1), dict(
-        what="sample", clips="film", train_seed=1, name="dropped 0.156", density=0.3, psnr=36.56, psnr_spread="", ssim=0.9876,
-        velocity_error=0.0312, loss_above=0.9), dict(
+        what="sample", clips="procedural", train_seed=1, name="dropped 0.156, tile 4x4x8", density=0.3, psnr=34.56, psnr_spread=1.23,
+        ssim=0.9876, velocity_error=0.0312, loss_above=-0.1), dict(
+        what="sample", clips="film", train_seed=1, name="dropped 0.156, tile 4x4x8", density=0.3, psnr=36.56, psnr_spread="",
+        ssim=0.9876, velocity_error=0.0312, loss_above=0.9), dict(
         what="sample", clips="film", train_seed=1, name="linear 0.2", density=0.2, psnr=30.0, psnr_spread="", ssim=0.9,
         velocity_error=0.05, loss_above=1.0)])
     host = dict(layer="small", host_us=151.2, q1_us=150.0, q3_us=156.0)
@@ -364,8 +364,8 @@ def test_the_other_tables(tmp_path):
     layer, stages, errors, tokens, interfaces, host, quality, samples, fine_tune = filled.split("<!-- /table -->\n")[:9]
     assert "| film, training 1 | linear 0.15, trained densely | 0.1235 | +2.88 % | – | – |\n" in fine_tune
     assert "| film, training 1 | linear 0.15, distilled | 0.1235 | +2.88 % | 0.0321 | 68 % |\n" in fine_tune
-    assert "| without an estimate, fewer pairs | 30.0% | 35.6 (34.6 to 36.6) | 0.988 |\n" in samples and "0.2" not in samples
-    assert "| dropped 0.156 | 30.0% | 34.6 ± 1.2 | 36.6 | 0.988 | 0.0312 | +0.40 % |\n" in quality
+    assert "| the same pairs, the others dropped | 30.0% | 35.6 (34.6 to 36.6) | 0.988 |\n" in samples and "0.2" not in samples
+    assert "| dropped 0.156, tile 4x4x8 | 30.0% | 34.6 ± 1.2 | 36.6 | 0.988 | 0.0312 | +0.40 % |\n" in quality
     assert "| linear 0.2 | 20.0% | – | 30.0 | 0.900 | 0.0500 | +1.00 % |\n" in quality
     assert "| small | forward | 151 | 140 | 2.0% | – |\n| small | layer | 151 | – | 2.0% | 10.0 MiB (0.800 x) |\n" in host
     assert "| decode | 2.00 | 5.0% | 2.71 TB/s | 5.00 |\n" in tokens
