@@ -18,7 +18,7 @@ FEW_STEPS_ENTRIES = {"8 steps": (8, PRESET_ENTRIES["balanced"]), "4 steps": (4, 
 SAMPLES = {PRESET_ENTRIES["balanced"]: 'SSTA by default (preset "balanced")', PRESET_ENTRIES["near"]: 'preset "near"',
            PRESET_ENTRIES["fast"]: 'preset "fast"',
            "linear 2 parts 0.156, tile 4x4x8": "the default with its first layer sparse too",
-           "dropped 0.156, tile 4x4x8": "the same pairs, the others dropped",
+           "dropped 0.156, tile 4x4x8": "as many pairs, the others dropped",
            "dense, backend cudnn": "dense, computed by another kernel"}
 
 

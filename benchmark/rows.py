@@ -52,6 +52,12 @@ def grouped(rows: list[Row], key) -> dict:
     return found
 
 
+def days_of(rows: list[Row]) -> str:
+    """The day on which they were measured, or the first and the last."""
+    days = sorted({row["date"] for row in rows})
+    return " to ".join(dict.fromkeys((days[0], days[-1])))
+
+
 def problem_of(row: Row) -> tuple[str, ...]:
     # Rows from before there were others have no such column.
     return row["tokens"], row["heads"], row["head_dim"], row["block"], row.get("inputs") or "randn"

@@ -45,6 +45,7 @@ from rows import (
     STEPS,
     Row,
     attention_of,
+    days_of,
     figures,
     grouped,
     memory,
@@ -339,9 +340,8 @@ def captioned(lines: list[list[str]], rows: list[Row], sentence: str = "") -> st
     where = rows[0]
     versions = ", ".join(dict.fromkeys(f"{row['provider']} {row['version']}" for row in rows
                                        if row.get("version") not in (None, "", where["torch"]) and row["median_ms"]))
-    days = sorted({row["date"] for row in rows})
     machine = (f"{where['device']}, driver {where['driver']}, torch {where['torch']}, triton {where['triton']}"
-               f"{versions and ', ' + versions}; measured {' to '.join(dict.fromkeys((days[0], days[-1])))}")
+               f"{versions and ', ' + versions}; measured {days_of(rows)}")
     return "\n".join([head, rule, *body, "", *([sentence, ""] if sentence else []), machine, ""])
 
 

@@ -320,6 +320,35 @@ def test_a_plot_shows_every_measured_rate(made_up, tmp_path):
     assert sum(map(len, backward.containers)) == 4
 
 
+def test_the_legend_of_the_kernels_has_the_colours_of_the_bars(made_up, tmp_path):
+    pytest.importorskip("matplotlib")
+    import plots
+    from matplotlib.colors import to_rgba
+
+    table, *_ = made_up
+    figure = plots.plot_kernels(table.read_rows(tmp_path / "kernels_card.csv"))
+    legend, = figure.legends
+    shown = {text.get_text(): patch.get_facecolor() for text, patch in zip(legend.get_texts(), legend.get_patches())}
+    drawn = {bars.get_label(): bars[0].get_facecolor() for axes in figure.axes for bars in axes.containers if len(bars)}
+    assert shown == drawn and len({to_rgba(colour) for colour in shown.values()}) == len(shown) == 5
+
+
+def test_each_layer_is_drawn_in_its_own_scale(tmp_path):
+    pytest.importorskip("matplotlib")
+    import plots
+
+    where = dict(device="Card", torch="2.9", triton="3.5", commit="abc", date="2026-01-02")
+    rows = [where | dict(layer=layer, padding=padding, stage=stage, median_ms=ms)
+            for layer, scale in (("large", 100), ("small", 1)) for padding, stage, ms in (
+                ("dense", "total", f"{4 * scale}"), ("default", "attend", f"{scale}"), ("default", "total", f"{1.5 * scale}"))]
+    figure = plots.plot_layer(rows)
+    assert [axes.get_title() for axes in figure.axes] == ["large", "small"]
+    for axes in figure.axes:
+        longest = max(bar.get_x() + bar.get_width() for bar in axes.patches)
+        assert longest > 0.8 * axes.get_xlim()[1], "bars fill their box"
+    assert "commit" not in figure.get_supxlabel() and "measured 2026-01-02" in figure.get_supxlabel()
+
+
 def layer_csv(folder):
     import measure
     from shapes import LAYERS
@@ -364,7 +393,7 @@ def test_the_other_tables(tmp_path):
     layer, stages, errors, tokens, interfaces, host, quality, samples, fine_tune = filled.split("<!-- /table -->\n")[:9]
     assert "| film, training 1 | linear 0.15, trained densely | 0.1235 | +2.88 % | – | – |\n" in fine_tune
     assert "| film, training 1 | linear 0.15, distilled | 0.1235 | +2.88 % | 0.0321 | 68 % |\n" in fine_tune
-    assert "| the same pairs, the others dropped | 30.0% | 35.6 (34.6 to 36.6) | 0.988 |\n" in samples and "0.2" not in samples
+    assert "| as many pairs, the others dropped | 30.0% | 35.6 (34.6 to 36.6) | 0.988 |\n" in samples and "0.2" not in samples
     assert "| dropped 0.156, tile 4x4x8 | 30.0% | 34.6 ± 1.2 | 36.6 | 0.988 | 0.0312 | +0.40 % |\n" in quality
     assert "| linear 0.2 | 20.0% | – | 30.0 | 0.900 | 0.0500 | +1.00 % |\n" in quality
     assert "| small | forward | 151 | 140 | 2.0% | – |\n| small | layer | 151 | – | 2.0% | 10.0 MiB (0.800 x) |\n" in host
