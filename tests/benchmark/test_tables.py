@@ -171,7 +171,7 @@ def test_without_the_commit_nothing_is_known(repository, tmp_path):
     for folder, named in ((tmp_path / "shallow", first), (tmp_path / "bare", first), (tree, "unknown")):
         age, = ages_in(folder, named)
         assert age.changed is None and not age.fresh
-        assert str(age) == f"Unknown: whether code under these rows changed since commit {named}, which git does not have here"
+        assert str(age) == f"Unknown: git does not have commit {named} here, so these rows may be stale"
 
 
 def test_every_csv_says_what_it_depends_on():
