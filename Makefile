@@ -6,7 +6,7 @@
 #   make bench              speed, memory and exactness on this machine, within a minute without a GPU, and what tuning would say
 #
 # Others: make compile, make mutants, make compat (every supported Triton), make gpu-test, make gate, make bits, make against, make soak, make sanitize, make lint, make wheel, make check-wheel, make hub, make clean.
-# The first command makes .venv and installs into it; later ones reuse it.
+# The first command makes .venv and installs into it, which takes minutes; later ones reuse it. The demo needs less than the tests.
 
 PYTHON ?= python3
 SIZE ?= small
@@ -14,7 +14,8 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Holds for an environment installed from these very files.
+# They hold for an environment installed from these very files: with what the demo needs, and with what everything else needs.
+DEMO_STAMP := $(VENV)/installed-demo
 STAMP := $(VENV)/installed
 WHEEL_VENV := build/wheel-venv
 
@@ -33,7 +34,7 @@ endef
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/python examples/demo.py --size $(SIZE)
 
 # Not python -m pytest, which puts the current folder on sys.path, where kernels/ would hide the package that diffusers asks for.
@@ -127,20 +128,27 @@ check-wheel: wheel
 hub:
 	$(PYTHON) hub/layout.py $(if $(REPO),--repo $(REPO))
 
-$(STAMP): setup.py pyproject.toml constraints-cpu.txt
+$(DEMO_STAMP): setup.py pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and "ssta needs Python 3.10 or newer, got %d.%d" % v[:2])'
+	@echo "First, and once: an environment in $(VENV)/ with torch, triton, diffusers, transformers and matplotlib. That is about 2 GB and"
+	@echo "takes some minutes, most of them to download. rm -r $(VENV) takes it away again."
 ifeq ($(HAS_GPU),yes)
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 		echo "NVIDIA GPU: using the torch that $(PYTHON) already has"; $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else \
-		echo "NVIDIA GPU: installing the newest torch; once, some minutes"; $(PYTHON) -m venv $(VENV); \
+		echo "NVIDIA GPU: installing the newest torch, some GB more"; $(PYTHON) -m venv $(VENV); \
 	fi
 else
-	@echo "no NVIDIA GPU: installing torch for CPU and what the demo and the tests need; once, a minute or more"
-	$(PYTHON) -m venv $(VENV)
-	$(call install_cpu_torch,$(VENV))
+	@echo "No NVIDIA GPU: torch for CPU."
+	@$(PYTHON) -m venv $(VENV)
+	@$(call install_cpu_torch,$(VENV))
 endif
-	$(BIN)/python -m pip install --quiet $(if $(HAS_GPU),,$(CPU_ONLY)) --editable '.[triton,pipelines,plot,dev]'
+	@$(BIN)/python -m pip install --quiet $(if $(HAS_GPU),,$(CPU_ONLY)) --editable '.[triton,pipelines,plot]'
+	@touch $@
+
+$(STAMP): $(DEMO_STAMP)
+	@echo "Once more: what tests and checks need beside it; a minute or more."
+	@$(BIN)/python -m pip install --quiet $(if $(HAS_GPU),,$(CPU_ONLY)) --editable '.[triton,pipelines,plot,dev]'
 	@touch $@
 
 clean:

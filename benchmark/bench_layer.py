@@ -1,4 +1,4 @@
-"""What does a whole SSTA layer cost? Its stages, its sum, and its peak memory, beside exact dense attention (SDPA).
+"""What does a whole SSTA layer cost? Its stages, its sum, and its peak memory, beside exact dense attention by two kernels.
 
     python benchmark/bench_layer.py [--layer TEXT ...] [--only default parts published] [--pad none zero] [--compensation none linear]
                                     [--parts 1] [--tile 6x8x8] [--density D] [--same-selection] [--whole] [--rounds 7] [--against DIR]
@@ -6,9 +6,9 @@
 
 The layers of shapes.py, random inputs as projections give them, bfloat16 on a GPU. The stages are timed inside calls of the layer, which
 therefore add up to it but for the gaps between them; the whole layer is timed in calls of its own, and alone with --whole and --against.
-Column padding says what runs: dense; "default", what apply_ssta(pipe) does, with two estimates for each tile of 4 x 4 x 8; "one part", the
-same with one; or a padding of the layer's published configuration, which --pad and all options behind it change. --only leaves the
-others out.
+Column padding says what runs: "dense", torch's SDPA; "exact", SSTA's kernel over the same pairs; "default", a sparse layer of
+apply_ssta(pipe), with two estimates for each tile of 4 x 4 x 8; "one part", the same with one; or a padding of the layer's published
+configuration, which --pad and all options behind it change. --only leaves the others out.
 Before any time is taken, sampled tiles of the layer's output are checked against float64 over the same selection (column error). With a
 compensation, tiles are selected by its error unless --same-selection leaves that to the layer's configuration (other tiles
 may be other numbers of token pairs).
@@ -22,6 +22,7 @@ from dataclasses import replace
 import torch
 from arguments import add_names, add_rounds, named, new_parser
 from measure import NO_TIMES, RESULTS, forward_flops, interleaved, measure_each, peak_extra_mib, print_machine, write_rows
+from rows import PADDINGS
 from shapes import DEFAULTS, LAYERS, LAYERS_CPU, LayerShape
 from sides import add_against, compare
 from table import totals_table
@@ -30,11 +31,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from truth import Wrong, check, estimated_query_block, exact_query_block
 
-from ssta import SSTAConfig, TokenLayout, ssta_attention, tile_layout
+from ssta import SSTAConfig, TokenLayout, dense_attention, ssta_attention, tile_layout
 from ssta.kernels import BlockLists
 
 KEYS = ("layer", "padding", "compensation", "stage")
 ONLY = (*DEFAULTS, "published")
+# Of column padding: exact attention over all pairs.
+DENSE = ("dense", "exact")
+# Consecutive queries of a head that are checked in dense attention.
+CHECKED_ROWS = 64
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -90,8 +95,9 @@ def measure_layer(shape: LayerShape, configs: dict[tuple[str, str], SSTAConfig],
     q, k, v, layout, text_mask = layer_inputs(shape, device)
     tensors_mib = 4 * q.numel() * q.element_size() / 2**20
 
-    calls = {("dense", "", "total"): lambda: dense(q, k, v)}
-    facts = {("dense", "", "total"): dict(density=1.0, error="")}
+    calls = {("dense", "", "total"): lambda: dense(q, k, v),
+             ("exact", "", "total"): lambda: dense_attention(q, k, v, layout).out}
+    facts = {key: dict(density=1.0, error=dense_error(key[0], q, k, v, call())) for key, call in calls.items()}
     watches = {}
     for key, config in configs.items():
         def layer(config=config, **options):
@@ -122,12 +128,12 @@ def measure_layer(shape: LayerShape, configs: dict[tuple[str, str], SSTAConfig],
             extra, fact = memory.get(key, ""), facts.get(key, dict(density="", error=""))
             # The rate of the kernel alone: of stage attend, and of dense attention.
             flops = forward_flops(facts[padding, kind, "total"]["density"] * pairs, shape.head_dim)
-            tflops = 1e-9 * flops / measured["median_ms"] if "dense" == padding or stage == "attend" else ""
+            tflops = 1e-9 * flops / measured["median_ms"] if padding in DENSE or stage == "attend" else ""
             rows.append(dict(
                 layer=shape.name, tokens=shape.tokens, heads=shape.heads, head_dim=shape.head_dim, padding=padding, compensation=kind,
                 stage=stage, **{column: measured[column] for column in NO_TIMES}, tflops=tflops, density=fact["density"], extra_mib=extra,
                 extra_over_qkvo=extra and extra / tensors_mib, error=fact["error"], note=measured["note"]))
-    order = [("dense", ""), *configs]
+    order = [*((name, "") for name in DENSE), *configs]
     return sorted(rows, key=lambda row: (order.index((row["padding"], row["compensation"])), row["stage"] == "total"))
 
 
@@ -165,6 +171,19 @@ def sampled_error(shape: LayerShape, q: Tensor, k: Tensor, v: Tensor, out: Tenso
             # The estimate's means and matrices are rounded too.
             errors.append(check(f"SSTA with padding {config.pad_type!r} and compensation {config.compensation!r}",
                                 out[0, head, tokens[real]], wanted[real], 8 if estimated else 4))
+        except Wrong as error:
+            raise SystemExit(f"{error}; no time is printed") from None
+    return max(errors)
+
+
+def dense_error(name: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> float:
+    """The largest error at the first, some middle and the last tokens. Ends the program where it is no rounding."""
+    heads, tokens, errors = q.shape[1], q.shape[2], []
+    for head, first in ((0, 0), (heads // 2, tokens // 2), (heads - 1, max(0, tokens - CHECKED_ROWS))):
+        rows, group = slice(first, first + CHECKED_ROWS), head * k.shape[1] // heads
+        scores = q[0, head, rows].double() @ k[0, group].double().mT * q.shape[-1] ** -0.5
+        try:
+            errors.append(check(f"dense attention, {PADDINGS[name]},", out[0, head, rows], scores.softmax(-1) @ v[0, group].double()))
         except Wrong as error:
             raise SystemExit(f"{error}; no time is printed") from None
     return max(errors)

@@ -13,7 +13,8 @@ tiles; of steps also dense attention. --only leaves out the others. Rows (column
     layer         a layer of shapes.py: what the rank that attended longest spent in each stage, and the whole. imbalance is its attention
                   over the ranks' mean, difference that of the result from one rank's over the largest value, error that of sampled tiles
                   against float64, extra_mib the largest rank's peak of memory besides the inputs
-    step          a model of models.py, its first blocks measured and the rest reckoned as in bench_pipeline.py; dense are diffusers' own
+    step          a model of models.py, its first blocks measured and the rest reckoned as in bench_pipeline.py; sparse are all layers;
+                  dense are diffusers' own
                   processors and Ulysses around torch's SDPA (stock) where they are right, elsewhere SSTA's processors around SDPA over
                   every token (unmasked); difference as of a layer, relative to the output's length
     profile       with --profile: how long the devices are idle within three layers, and how often a host waits for them

@@ -1,23 +1,24 @@
-"""What does a denoising step of a video model cost? Seconds and peak memory: diffusers as it comes, dense without its mask, and SSTA.
+"""What does a denoising step of a video model cost? Seconds and peak memory of SSTA, of dense attention by two kernels, and of diffusers.
 
     python benchmark/bench_pipeline.py [--model TEXT ...] [--only NAME ...] [--rounds 5] [--csv NAME]
 
 A step here is one forward of the transformer for one prompt (column step_s); classifier-free guidance takes two. The models of models.py
-have their published width, random weights and a few blocks: the forward of those is measured (median_ms), and in it the time of the blocks
-(blocks_ms); step_s = the rest of the forward + all blocks of the model at the measured ones' mean. Nothing is compiled, and no layer is
-dense unless all are:
+have their published width, random weights and a few blocks. Their forward is measured (median_ms), and in it the time of the blocks
+(blocks_ms). step_s is reckoned: the rest of the forward, and all blocks of the model at the mean of the measured ones. Where the first
+block is of another kind, it has a time of its own (first_ms), and counts once. Nothing is compiled:
 
-    default    SSTA as apply_ssta(pipe) has it for models that were not trained with it, without its dense steps
-    one part   the same with compensation_parts=1
+    default    apply_ssta(model): the first layer is dense, the others are sparse
+    sparse     the same settings in all layers
+    one part   as sparse, with compensation_parts=1
     stock      diffusers' own processors and their default backend
-    unmasked   SSTA's processors around torch's SDPA over every token, also those that are not valid
-    dense      SSTA's dense step: exact, through whichever kernel is fastest
-    zero       SSTA with published padding, tiles, window and top-k as in models.py
+    unmasked   all layers dense: SSTA's processors around torch's SDPA over every token, the invalid ones included
+    dense      all layers dense: SSTA's exact kernel over the valid tokens (torch's SDPA on GPUs where that is faster)
+    zero       all layers sparse, with published padding, tiles, window and top-k as in models.py
     none       the same with partial tiles
     removed    SSTA's processors without the attention itself, which nothing can be faster than
 
-Before any time is taken, the first block's attention is compared with stock's: of the dense step, and of SSTA with every tile kept (column
-error: the distance over stock's length).
+Before any time is taken, the first block's attention is compared with stock's: by default, dense, and with every tile selected (column
+error: the distance over stock's length). All models together take about three minutes on an H200.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ from torch import Tensor, nn
 from ssta.pipelines import Schedule, apply_ssta
 from ssta.pipelines.patch.family import family_of
 
-WHAT = ("default", "one part", "stock", "unmasked", "dense", "zero", "none", "removed")
+WHAT = ("default", "sparse", "one part", "stock", "unmasked", "dense", "zero", "none", "removed")
+# As apply_ssta has them: the first layer dense, the others sparse.
+FIRST_DENSE = ("default",)
 # Relative to the length of stock's result. bfloat16 rounds by 2**-9 at every step from the projections on.
 ALLOWED = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 
@@ -95,18 +98,24 @@ def measure_model(shape: ModelShape, whats: list[str], rounds: int, device: str)
     for what in whats:
         measured = times.get(what, {**NO_TIMES, "note": notes.get(what, "")})
         blocks = len(blocks_of(models[what])[1]) if what in models else shape.stock_blocks if what == "stock" else shape.blocks
-        blocks_ms = watches[what].median(rounds) if measured["median_ms"] else ""
-        step_s = step_seconds(shape, blocks, measured["median_ms"], blocks_ms) if blocks_ms else ""
+        blocks_ms, first_ms, step_s = "", "", ""
+        if measured["median_ms"]:
+            blocks_ms = watches[what].median(rounds)
+            first_ms = watches[what].first_median(rounds) if what in FIRST_DENSE else ""
+            step_s = step_seconds(shape, blocks, measured["median_ms"], blocks_ms, first_ms or None)
         rows.append(dict(
             model=shape.name, canvas=" x ".join(map(str, shape.thw)), what=what, step_s=step_s, blocks=shape.depth, blocks_measured=blocks,
-            **{column: measured[column] for column in NO_TIMES}, blocks_ms=blocks_ms, extra_mib=memory.get(what, ""),
+            **{column: measured[column] for column in NO_TIMES}, blocks_ms=blocks_ms, first_ms=first_ms, extra_mib=memory.get(what, ""),
             weights_mib=weights_mib + (shape.depth - shape.blocks) * block_mib, error=errors.get(what, ""), note=measured["note"]))
     return rows
 
 
-def step_seconds(shape: ModelShape, blocks: int, forward_ms: float, blocks_ms: float) -> float:
-    """Of the whole model, of whose forward ``blocks`` blocks were measured, which took blocks_ms of it."""
-    return (forward_ms - blocks_ms + shape.depth * blocks_ms / blocks) / 1e3
+def step_seconds(shape: ModelShape, blocks: int, forward_ms: float, blocks_ms: float, first_ms: float | None = None) -> float:
+    """Of the whole model, from a forward with ``blocks`` blocks, which took blocks_ms of it. A first block with a time of its own counts
+    once."""
+    once = first_ms or 0.0
+    alike = 0 if first_ms is None else 1
+    return (forward_ms - blocks_ms + once + (shape.depth - alike) * (blocks_ms - once) / (blocks - alike)) / 1e3
 
 
 def prepared(shape: ModelShape, model: nn.Module, what: str) -> nn.Module:
@@ -114,8 +123,11 @@ def prepared(shape: ModelShape, model: nn.Module, what: str) -> nn.Module:
     if what == "stock":
         return twin(model, shape.stock_blocks)
     of = twin(model, shape.blocks)
+    if what in FIRST_DENSE:
+        apply_ssta(of)
+        return of
     sites = list(family_of(of).sites(of))
-    sparse = what in ("zero", "none", "default", "one part")
+    sparse = what in ("zero", "none", "sparse", "one part")
     config = replace(shape.config, pad_type=what) if what in ("zero", "none") else family_of(of).default_config()
     if what == "one part":
         config = replace(config, compensation_parts=1)
@@ -138,11 +150,12 @@ def removed(query: Tensor, key: Tensor, value: Tensor, layout: object, text_mask
 
 
 def checked(shape: ModelShape, model: nn.Module, call: dict, whats: list[str]) -> tuple[dict[str, float], dict[str, str]]:
-    """(errors, notes): how far the dense step and SSTA with every tile kept are from stock, or from the dense step where stock does not fit
-    into memory, which its note then says. Ends the program where it is no rounding."""
+    """(errors, notes): how far the first layer is from stock's, by default, dense, and with every tile selected. Where stock does not fit
+    into memory, its note says so, and the next one takes its place. Ends the program where a distance is no rounding."""
     every = twin(model, shape.blocks)
     apply_ssta(every, replace(shape.config, pad_type="none", topk=10**6, sparse_type="block_attn", variants=()), schedule=Schedule())
-    candidates = {what: every if what == "none" else prepared(shape, model, what) for what in ("stock", "dense", "none") if what in whats}
+    candidates = {what: every if what == "none" else prepared(shape, model, what)
+                  for what in ("stock", "dense", "default", "none") if what in whats}
     exact, errors, notes = None, {}, {}
     for what, of in candidates.items():
         try:
@@ -176,18 +189,27 @@ def first_attention(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 class BlockWatch:
-    """Times the blocks in every forward of ``model``, from the first one's beginning to the last one's end."""
+    """Times the blocks in every forward of ``model``, from the first one's beginning to its end and to the last one's end."""
 
     def __init__(self, model: nn.Module) -> None:
         blocks = blocks_of(model)[1]
         self._starts: list = []
+        self._firsts: list = []
         self._ends: list = []
         blocks[0].register_forward_pre_hook(lambda module, args: self._starts.append(now()))
+        blocks[0].register_forward_hook(lambda module, args, output: self._firsts.append(now()))
         blocks[-1].register_forward_hook(lambda module, args, output: self._ends.append(now()))
 
     def median(self, rounds: int) -> float:
-        """Milliseconds, over the last ``rounds`` forwards."""
-        times = [elapsed_ms(first, last) for first, last in zip(self._starts[-rounds:], self._ends[-rounds:])]
+        """Milliseconds of all blocks, over the last ``rounds`` forwards."""
+        return self._between(self._ends, rounds)
+
+    def first_median(self, rounds: int) -> float:
+        """Milliseconds of the first block."""
+        return self._between(self._firsts, rounds)
+
+    def _between(self, ends: list, rounds: int) -> float:
+        times = [elapsed_ms(first, last) for first, last in zip(self._starts[-rounds:], ends[-rounds:])]
         return quartiles(times)["median_ms"]
 
 

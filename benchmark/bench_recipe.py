@@ -7,7 +7,7 @@ A step is one forward of the transformer for one prompt, with random weights at 
 forward of a few blocks and one of a single block are measured: what a block takes follows from these two, and step_s is the rest and all
 blocks of the model. SSTA is what apply_ssta(pipe) does in a layer that is not dense, in all layers.
 
-    stock                diffusers as it comes, where it makes no mask of all pairs of tokens
+    stock                unmodified diffusers, where it makes no mask of all pairs of tokens
     dense                exact attention in every layer, through whichever kernel is fastest
     default, fast        SSTA by default, and with preset="fast"
     ..., 8 bits          linear layers of the blocks by torchao, rows of activations and weights with scales of their own

@@ -10,7 +10,7 @@ from statistics import fmean
 import torch
 from diffusers.models.attention_dispatch import attention_backend
 from measure import failure, write_rows
-from quality_grid import Entry, dense_entry
+from quality_grid import FULL_TILES, Entry, dense_entry, shown_as
 from sample_quality import VELOCITIES, Reference, Sampler, Trajectory, held_out_loss, mean_and_spread, step_at
 from self_attention import Replaced
 from sheet import Sheet
@@ -45,7 +45,7 @@ class Bench:
         self._same = dict(clips=checkpoint.source, train_seed=checkpoint.train_seed, train_steps=checkpoint.steps,
                           train_s=round(checkpoint.seconds), tokens=checkpoint.size.tokens, head_dim=checkpoint.size.head_dim,
                           videos=videos, seeds=seeds, steps=steps)
-        self.sheet = Sheet()
+        self.sheet = Sheet(shown_as(FULL_TILES.others[0]).values())
         self.sheet.add("clips", list(self.autoencoder.decode(checkpoint.shown.float().to(device))))
 
     def _sampler(self, seed: int, steps: int) -> Sampler:
@@ -101,7 +101,7 @@ class Bench:
     def _compared(self, entry: Entry, latents: list[Tensor]) -> dict:
         videos = [found for reference, x in zip(self._references, latents) for found in reference.compare(x)]
         if entry.shown:
-            self.sheet.add(entry.name, [self.autoencoder.decode(x[None])[0] for x in latents[0][:FOLLOWED]])
+            self.sheet.add(entry.shown, [self.autoencoder.decode(x[None])[0] for x in latents[0][:FOLLOWED]])
         columns = {}
         for name in videos[0]:
             columns[name], columns[f"{name}_spread"] = mean_and_spread(video[name] for video in videos)

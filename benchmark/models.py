@@ -56,7 +56,7 @@ _HUNYUAN_SMALL = dict(in_channels=9, text_embed_dim=12, text_embed_2_dim=8, imag
 # measured whole.
 MODELS = (
     ModelShape.of(PUBLISHED["hunyuan-video-1.5"], blocks=4, stock_blocks=1, config=SSTAConfig.hunyuan_video_15()),
-    ModelShape.of(PUBLISHED["wan-14b"], blocks=2, stock_blocks=2),
+    ModelShape.of(PUBLISHED["wan-14b"], blocks=4, stock_blocks=2),
     ModelShape.of(PUBLISHED["ltx"], blocks=28, stock_blocks=28, config=SSTAConfig(tile_thw=(4, 4, 8), topk=24)))
 MODELS_CPU = (
     ModelShape("HunyuanVideo 1.5, small", "HunyuanVideo15Transformer3DModel",

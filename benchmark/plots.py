@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from quality_tables import PRESET_ENTRIES, best, layer_times, mean_of, samples_of
-from rows import STAGES, STEPS, Row, attention_of, grouped, is_dense, kept_cell, problem_of, title, with_times
+from rows import STAGES, STEPS, Row, attention_of, days_of, grouped, is_dense, kept_cell, problem_of, title, with_times
 
 # Told apart also by readers who do not see all colours (Okabe and Ito's set).
 COLOURS = ("#d55e00", "#e69f00", "#0072b2", "#009e73", "#56b4e9", "#cc79a7", "#f0e442", "#000000", "#999999")
+REST = "#bbbbbb"
 
 
 def plot_kernels(rows: list[Row]) -> Figure:
@@ -27,7 +29,9 @@ def plot_kernels(rows: list[Row]) -> Figure:
                      0.8 / len(providers), color=COLOURS[i % len(COLOURS)], label=title(provider))
         axes.set_ylabel(f"{what}, TFLOP/s")
         axes.set_xticks(range(len(places)), [place_label(rows, place) for place in places], fontsize="small")
-    figure.axes[0].legend(loc="upper center", bbox_to_anchor=(0.5, 1.3), ncols=5, fontsize="small", frameon=False)
+    # Not from the bars of one direction, in which a library may have none.
+    handles = [Patch(color=COLOURS[i % len(COLOURS)], label=title(provider)) for i, provider in enumerate(providers)]
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize="small", frameon=False)
     figure.supxlabel(caption(rows), fontsize="x-small")
     return figure
 
@@ -74,26 +78,29 @@ def plot_sweep(rows: list[Row]) -> Figure:
 
 
 def plot_layer(rows: list[Row]) -> Figure:
-    """Milliseconds of every layer: dense, and each kind of SSTA as a pile of its stages."""
-    bars = list(grouped(rows, lambda row: (row["layer"], attention_of(row))).items())
-    figure = Figure((8, 0.45 * len(bars) + 1.5), layout="constrained")
-    axes = figure.subplots()
-    for y, (_, found) in enumerate(bars):
-        of = {row["stage"]: float(row["median_ms"]) for row in found}
-        left = 0.0
-        for i, stage in enumerate(STAGES):
-            if stage in of:
-                axes.barh(y, of[stage], left=left, color=COLOURS[i], label=stage)
+    """Milliseconds: a box for every layer, in its own scale; dense, and each kind of SSTA as a pile of its stages."""
+    layers = {layer: list(grouped(found, attention_of).items()) for layer, found in grouped(rows, lambda row: row["layer"]).items()}
+    heights = [len(bars) for bars in layers.values()]
+    figure = Figure((8, 0.3 * sum(heights) + 0.7 * len(layers) + 1.2), layout="constrained")
+    boxes = figure.subplots(len(layers), 1, squeeze=False, height_ratios=heights)[:, 0]
+    stages = [stage for stage in STAGES if any(row["stage"] == stage for row in rows)]
+    colours = {stage: COLOURS[STAGES.index(stage)] for stage in stages}
+    for (layer, bars), axes in zip(layers.items(), boxes):
+        for y, (_, found) in enumerate(bars):
+            of = {row["stage"]: float(row["median_ms"]) for row in found}
+            left = 0.0
+            for stage in filter(of.get, stages):
+                axes.barh(y, of[stage], left=left, color=colours[stage])
                 left += of[stage]
-        axes.barh(y, max(of["total"] - left, 0), left=left, color="#bbbbbb", label="rest" if left else "dense")
-        axes.text(max(of["total"], left), y, f" {of['total']:.3g}", va="center", fontsize="small")
-    axes.set_yticks(range(len(bars)), [f"{layer}: {name.replace('`', '')}" for (layer, name), _ in bars], fontsize="small")
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    axes.margins(x=0.1)
-    handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
-    handles = {label: handle for label, handle in handles.items() if label != "dense"}
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=6, fontsize="small", frameon=False)
+            axes.barh(y, max(of["total"] - left, 0), left=left, color=REST)
+            axes.text(max(of["total"], left), y, f" {of['total']:.3g}", va="center", fontsize="small")
+        axes.set_yticks(range(len(bars)), [name.replace("`", "") for name, _ in bars], fontsize="small")
+        axes.invert_yaxis()
+        axes.set_title(layer, fontsize="small")
+        axes.margins(x=0.1)
+    boxes[-1].set_xlabel("ms")
+    handles = [Patch(color=colour, label=label) for label, colour in {**colours, "dense, and the rest of a layer": REST}.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=6, fontsize="small", frameon=False)
     figure.supxlabel(caption(rows), fontsize="x-small")
     return figure
 
@@ -228,8 +235,9 @@ def place_label(rows: list[Row], place: tuple) -> str:
 
 
 def caption(rows: list[Row]) -> str:
+    """The machine and the days; the commits stand below the tables."""
     where = rows[0]
-    return f"{where['device']}, torch {where['torch']}, triton {where['triton']}, commit {where['commit']}, {where['date']}"
+    return f"{where['device']}, torch {where['torch']}, triton {where['triton']}, measured {days_of(rows)}"
 
 
 # Which CSVs are drawn, and how.

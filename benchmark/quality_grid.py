@@ -38,7 +38,7 @@ class Entry:
         backend: of diffusers, for its own processors.
         attend: ``f(q, k, v)``, ``[B, H, S, D]``, in the place of these processors' dense self-attention.
         noise: added to the seed of the noise.
-        shown: whether the contact sheet has it.
+        shown: its label in the contact sheet; "" = the sheet leaves it out.
     """
 
     group: str
@@ -49,7 +49,7 @@ class Entry:
     backend: str = "native"
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     noise: int = 0
-    shown: bool = False
+    shown: str = ""
 
     def put_in(self, step: int, steps: int) -> SSTAConfig | None:
         """The configuration that step has; None = every layer is dense. The schedule may make it dense too."""
@@ -76,7 +76,7 @@ TOY_TILES = Tiles((2, 4, 4), ((1, 4, 4),), ((1, 2, 4),))
 
 def dense_entry(layers: int) -> Entry:
     """Every layer dense at every step, through the same kernel as the dense steps of a warm-up."""
-    return Entry("dense", "dense", SSTAConfig(topk=1), Schedule(dense_layers=tuple(range(layers))), shown=True)
+    return Entry("dense", "dense", SSTAConfig(topk=1), Schedule(dense_layers=tuple(range(layers))), shown="dense")
 
 
 def kept(tile: Triple, share: float, **options) -> SSTAConfig:
@@ -85,16 +85,23 @@ def kept(tile: Triple, share: float, **options) -> SSTAConfig:
 
 
 def grid(tiles: Tiles, gpu: bool) -> list[Entry]:
-    """All of them, what matters most first. Those that are shown take the same time in a layer of a large model."""
+    """All of them, what matters most first; ``shown_as`` names those in the contact sheet."""
     main = tiles.main
     makers = (floors(gpu), ways(main, MIDDLE), warm_ups(main), ways(main, 0.3), ways(tiles.others[0], MIDDLE, _of_tile(tiles.others[0])),
               small_tiles(tiles.others[0]), front(tiles.others[0], tiles.finer), by_step(tiles.others[0]), by_similarity(main),
               ways(main, 0.1), *(other_tile(tile) for tile in tiles.others[1:]), windows(main), as_published(main), everything(main))
-    small = _of_tile(tiles.others[0])
-    shown = f"dropped {MIDDLE:g}{small}", f"linear {MIDDLE:g}", f"linear 2 parts 0.1{small}"
-    entries = [replace(entry, shown=entry.name in shown) for maker in makers for entry in maker]
+    labels = shown_as(tiles.others[0])
+    entries = [replace(entry, shown=labels.get(entry.name, "")) for maker in makers for entry in maker]
     assert len({entry.name for entry in entries}) == len(entries), [entry.name for entry in entries]
     return entries
+
+
+def shown_as(tile: Triple) -> dict[str, str]:
+    """Of the configurations in the contact sheet the labels, by name; in the sheet's order, below "dense"."""
+    named = _of_tile(tile)
+    return {f"linear 2 parts {MIDDLE:g}{named}, first layer dense": "SSTA by default",
+            f"linear 2 parts 0.1{named}, first layer dense": 'SSTA, preset "fast"',
+            f"dropped {MIDDLE:g}{named}": "as many pairs as by default, the others dropped"}
 
 
 def for_few_steps(tiles: Tiles) -> list[Entry]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rows import STAGES, STEPS, Row, attention_of, figures, grouped, milliseconds, spread
+from rows import SHARED_STEPS, STAGES, Row, attention_of, figures, grouped, milliseconds, spread
 
 
 def scaling_table(rows: list[Row]) -> list[list[str]]:
@@ -13,7 +13,7 @@ def scaling_table(rows: list[Row]) -> list[list[str]]:
     lines = [["of", "attention", *(f"{n} GPU{'s' * (n > 1)}" for n in numbers), *(f"speed-up on {n}" for n in numbers[1:])]]
     for (what, shape, attention), found in grouped(totals, lambda row: (row["what"], row["shape"], row["attention"])).items():
         of = {int(row["ranks"]): row for row in found}
-        name = attention_of(found[0]) if what == "layer" else STEPS[attention]
+        name = attention_of(found[0]) if what == "layer" else SHARED_STEPS[attention]
         lines.append([f"{shape}, {what}", name, *(shared_time(of.get(n)) for n in numbers),
                       *(figures(of.get(n, {}).get("speed_up")) for n in numbers[1:])])
     return lines
@@ -30,7 +30,7 @@ def ranks_table(rows: list[Row]) -> list[list[str]]:
         measured, reckoned = of.get("measured"), of.get("reckoned")
         if measured is None and ranks == "1":
             continue
-        name = attention_of(found[0]) if what == "layer" else STEPS[attention]
+        name = attention_of(found[0]) if what == "layer" else SHARED_STEPS[attention]
         lines.append([f"{shape}, {what}", name, ranks, mesh, shared_time(measured),
                       figures((measured or {}).get("speed_up")), shared_time(reckoned), figures((reckoned or {}).get("speed_up")),
                       *(figures((measured or {}).get(column)) for column in ("imbalance", "extra_mib", "difference", "error"))])

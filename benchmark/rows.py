@@ -6,15 +6,20 @@ import csv
 from pathlib import Path
 
 Row = dict[str, str]
-PADDINGS = {"dense": "dense (torch SDPA)", "none": '`pad_type="none"`', "zero": '`pad_type="zero"`', "repeat": '`pad_type="repeat"`'}
+# Of a layer, dense attention too.
+PADDINGS = {"dense": "dense (torch SDPA)", "exact": "dense (SSTA's kernel)", "none": '`pad_type="none"`', "zero": '`pad_type="zero"`',
+            "repeat": '`pad_type="repeat"`'}
 # What apply_ssta(pipe) does: shapes.attention_config has the configuration of each name.
 DEFAULTS = {"default": "SSTA by default", "one part": "SSTA by default, `compensation_parts=1`"}
 # The stages of a layer, in the order in which it runs them.
 STAGES = ("exchange in", "tile", "estimate", "score", "select", "attend", "combine", "untile", "exchange out")
 # What bench_pipeline.py measures, as tables and plots have it.
-STEPS = {**DEFAULTS, "stock": "diffusers as it comes", "unmasked": "dense without a mask (torch SDPA)",
-         "dense": "a dense step under SSTA", "zero": f"SSTA, {PADDINGS['zero']}", "none": f"SSTA, {PADDINGS['none']}",
-         "removed": "no attention at all"}
+STEPS = {"default": DEFAULTS["default"], "sparse": "SSTA, all layers sparse",
+         "one part": "SSTA, all layers sparse, `compensation_parts=1`", "stock": "unmodified diffusers",
+         "unmasked": "dense without a mask (torch SDPA)", "dense": PADDINGS["exact"],
+         "zero": f"SSTA, {PADDINGS['zero']}", "none": f"SSTA, {PADDINGS['none']}", "removed": "no attention at all"}
+# bench_parallel.py's names of the same: of steps of its default all layers are sparse.
+SHARED_STEPS = {**STEPS, "default": STEPS["sparse"]}
 
 
 # SOURCE of CSVs -> that of others, from the same machine, which its tables or plots need too.
@@ -45,6 +50,12 @@ def grouped(rows: list[Row], key) -> dict:
     for row in rows:
         found.setdefault(key(row), []).append(row)
     return found
+
+
+def days_of(rows: list[Row]) -> str:
+    """The day on which they were measured, or the first and the last."""
+    days = sorted({row["date"] for row in rows})
+    return " to ".join(dict.fromkeys((days[0], days[-1])))
 
 
 def problem_of(row: Row) -> tuple[str, ...]:

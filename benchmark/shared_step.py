@@ -93,8 +93,9 @@ def distance(out: Tensor, expected: Tensor) -> float:
 
 
 def on_ranks(world: World, shape: ModelShape, model: nn.Module, what: str, ranks: int, ring: int) -> nn.Module:
-    """A model that attends as ``what`` says, shared out over the first ``ranks``; every rank has to ask for it."""
-    of = prepared(shape, model, what)
+    """A model that attends as ``what`` says, shared out over the first ``ranks``; every rank has to ask for it. By default all layers are
+    sparse, so that a step is reckoned from layers that are alike."""
+    of = prepared(shape, model, "sparse" if what == "default" else what)
     if ranks == 1:
         return of
     # Every size of group is made on all ranks at once, so the others have their own.

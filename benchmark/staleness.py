@@ -66,7 +66,7 @@ class Age:
     def brief(self) -> str:
         """Without the folders."""
         if self.changed is None:
-            return f"Unknown: whether code under these rows changed since commit {self.commit}, which git does not have here"
+            return f"Unknown: git does not have commit {self.commit} here, so these rows may be stale"
         return f"Stale: {len(self.changed)} file{'s' * (len(self.changed) > 1)} under these rows changed since commit {self.commit}"
 
     def __str__(self) -> str:

@@ -9,10 +9,10 @@ A document marks a place by two lines, between which this script writes:
     <!-- table:NAME -->
     <!-- /table -->
 
-NAME is one of TABLES, at the end of this file, which also names the CSVs, SOURCE_*.csv. Every CSV gives one table, with the machine that
-it was measured on below it, and a line where code under its rows has changed since (staleness.py). That line may lag behind the code:
-nobody who changes a kernel has to touch the documents. A place without a CSV is left as it is. The main README has the shortest tables;
-most others stand in benchmark/*.md.
+NAME is one of TABLES, at the end of this file, which also names the CSVs, SOURCE_*.csv. Every CSV gives one table. Below it stand the
+machine, the versions and the days. In benchmark/*.md the commits stand there too, and a line where code under the rows has changed since
+(staleness.py). That line may lag behind the code: a change of a kernel need not touch the documents. A place without a CSV is left as it
+is. The main README has the shortest tables; most others stand in benchmark/*.md.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from recipe_tables import generation_table, recipe_ranks_table, recipe_table
 from rows import (
     BESIDE,
     DEFAULTS,
+    PADDINGS,
     STAGES,
     STEPS,
     Row,
     attention_of,
+    days_of,
     figures,
     grouped,
     memory,
@@ -68,7 +70,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--fresh", action="store_true", help="as --check, and fail too when a row is stale, or when git cannot say")
     options = parser.parse_args(argv)
     texts = {path: path.read_text() for path in DOCUMENTS}
-    renewed = {path: filled(text, RESULTS, stale_line) for path, text in texts.items()}
+    renewed = {path: filled(text, RESULTS, commits_and_age) if path.parent == HERE else filled(text, RESULTS)
+               for path, text in texts.items()}
     if options.check or options.fresh:
         check(texts, renewed)
         old = print_stale(RESULTS)
@@ -112,9 +115,11 @@ def print_stale(results: Path) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def stale_line(name: str, rows: list[Row]) -> str:
-    """What stands below a table of ``rows`` of the CSV ``name`` where they are stale, or may be; in which folders, --check prints."""
-    return "".join(re.sub(r"^(\w+)", r"**\1**", f"{age.brief}.\n") for age in staleness.ages(name, rows) if not age.fresh)
+def commits_and_age(name: str, rows: list[Row]) -> str:
+    """The commits of ``rows`` of the CSV ``name``, then a line for each at which they are stale, or may be. --check prints the folders."""
+    commits = "; ".join(dict.fromkeys(f"commit {row['commit']}, {row['date']}" for row in rows))
+    stale = "".join(re.sub(r"^(\w+)", r"**\1**", f"{age.brief}.\n") for age in staleness.ages(name, rows) if not age.fresh)
+    return f"{commits}\n{stale}"
 
 
 def draw(results: Path, sources: Iterable[str] = ()) -> None:
@@ -157,7 +162,7 @@ def filled(text: str, results: Path, below: Callable[[str, list[Row]], str] = la
                 rows = [row for row in rows if row["layer"] == LAYERS[0].name]
             lines = make(rows, rows_beside(path)) if make in JOINED else make(rows)
             if len(lines) > 1:
-                tables.append(captioned(lines, rows) + below(path.stem, rows))
+                tables.append(captioned(lines, rows, SENTENCES.get(make, lambda rows: "")(rows)) + below(path.stem, rows))
         return place["open"] + "\n".join(tables) + place["close"] if tables else place[0]
 
     return PLACE.sub(fill, text)
@@ -168,15 +173,17 @@ def filled(text: str, results: Path, below: Callable[[str, list[Row]], str] = la
 
 def layer_table(rows: list[Row]) -> list[list[str]]:
     """Of one layer dense and what SSTA does by default, then the published configuration in every padding, the slowest first."""
+    first = ("dense", "exact", *DEFAULTS)
     totals = [row for row in rows if row["stage"] == "total"
-              and (row["padding"] in DEFAULTS or row.get("compensation") in (None, "", "none"))]
-    totals.sort(key=lambda row: (row["padding"] not in ("dense", *DEFAULTS), -float(row["median_ms"])))
-    dense = {row["padding"]: float(row["median_ms"]) for row in totals}.get("dense")
-    lines = [["attention", "ms", "speed-up", "extra memory"]]
+              and (row["padding"] in first or row.get("compensation") in (None, "", "none"))]
+    totals.sort(key=lambda row: (row["padding"] not in first, -float(row["median_ms"])))
+    times = {row["padding"]: float(row["median_ms"]) for row in totals}
+    over = {name: times[name] for name in ("dense", "exact") if name in times}
+    lines = [["attention", "ms", *(f"speed-up over {PADDINGS[name]}" for name in over), "extra memory"]]
     for row in totals:
         name = attention_of(row)
-        lines.append([name if row["padding"] in ("dense", *DEFAULTS) else f"SSTA, {name}", milliseconds(row),
-                      figures(dense / float(row["median_ms"])), memory(row)])
+        lines.append([name if row["padding"] in first else f"SSTA, {name}", milliseconds(row),
+                      *(figures(dense / float(row["median_ms"])) for dense in over.values()), memory(row)])
     return lines
 
 
@@ -251,16 +258,48 @@ def steps_table(rows: list[Row]) -> list[list[str]]:
 
 
 def speed_ups_table(rows: list[Row]) -> list[list[str]]:
-    """One line a model: its default step or, where that was not measured, the published pattern's, beside the fastest dense one."""
-    lines = [["model", "attention", "s a step", "dense, s", "speed-up", "without attention, s"]]
-    for model, found in grouped([row for row in rows if row["step_s"]], lambda row: row["model"]).items():
-        of = {row["what"]: float(row["step_s"]) for row in found}
-        dense = [of[what] for what in ("stock", "unmasked") if what in of]
-        ours = next((what for what in ("default", "none") if what in of), None)
+    """One line a model: its default step, beside dense ones by torch's SDPA, the faster of two, and by SSTA's kernel. Where the default
+    was not measured, another row stands in for it, under its own name."""
+    lines = [["model", "attention", "s a step", "dense by torch SDPA, s", "speed-up over it", "dense by SSTA's exact kernel, s",
+              "speed-up over it", "without attention, s"]]
+    for model, of in steps_of(rows).items():
+        seconds = {what: float(row["step_s"]) for what, row in of.items()}
+        dense = [seconds[what] for what in ("stock", "unmasked") if what in seconds]
+        ours = stands_for(of)
         if ours and dense:
-            lines.append([model, STEPS[ours], figures(of[ours]), figures(min(dense)), figures(min(dense) / of[ours]),
-                          figures(of.get("removed"))])
+            exact = seconds.get("dense")
+            lines.append([model, STEPS[ours], figures(seconds[ours]), figures(min(dense)), figures(min(dense) / seconds[ours]),
+                          figures(exact), figures(exact / seconds[ours] if exact else None), figures(seconds.get("removed"))])
     return lines
+
+
+def reckoned(rows: list[Row]) -> str:
+    """How much of the models was measured."""
+    found = {(model.split(",")[0], row["blocks_measured"], row["blocks"]) for model, of in steps_of(rows).items()
+             if (ours := stands_for(of)) for row in [of[ours]]}
+    parts = [f"{measured} of {blocks} blocks of {model}" for model, measured, blocks in sorted(found) if measured != blocks]
+    whole = [model for model, measured, blocks in sorted(found) if measured == blocks]
+    lines = ["All weights are random."]
+    if parts:
+        lines.append(f"Measured were {joined(parts)}; the other blocks were reckoned from these.")
+    if whole:
+        lines.append(f"{joined(whole)} {'were' if len(whole) > 1 else 'was'} measured whole.")
+    return " ".join(lines)
+
+
+def joined(words: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def steps_of(rows: list[Row]) -> dict[str, dict[str, Row]]:
+    """Of each model the rows that have a time, by what they are of."""
+    return {model: {row["what"]: row for row in found}
+            for model, found in grouped([row for row in rows if row["step_s"]], lambda row: row["model"]).items()}
+
+
+def stands_for(of: dict[str, Row]) -> str | None:
+    """The row that speaks for SSTA: the default, or the nearest to it."""
+    return next((what for what in ("default", "sparse", "none") if what in of), None)
 
 
 def streaming_table(rows: list[Row]) -> list[list[str]]:
@@ -293,18 +332,17 @@ def errors_table(rows: list[Row]) -> list[list[str]]:
     return lines + [[*key, *(of[tensor] for tensor in tensors)] for key, of in found.items()]
 
 
-def captioned(lines: list[list[str]], rows: list[Row]) -> str:
-    """Markdown with the numbers to the right and the machine of the CSV below."""
+def captioned(lines: list[list[str]], rows: list[Row], sentence: str = "") -> str:
+    """Markdown with the numbers to the right; below it ``sentence``, and the machine, versions and days of the CSV."""
     head, *body = [f"| {' | '.join(line)} |" for line in lines]
     numeric = [all(re.match(r"[\d–]", line[column]) for line in lines[1:]) for column in range(len(lines[0]))]
     rule = f"|{'|'.join('---:' if right else '---' for right in numeric)}|"
     where = rows[0]
     versions = ", ".join(dict.fromkeys(f"{row['provider']} {row['version']}" for row in rows
                                        if row.get("version") not in (None, "", where["torch"]) and row["median_ms"]))
-    commits = "; ".join(dict.fromkeys(f"commit {row['commit']}, {row['date']}" for row in rows))
     machine = (f"{where['device']}, driver {where['driver']}, torch {where['torch']}, triton {where['triton']}"
-               f"{versions and ', ' + versions}; {commits}")
-    return "\n".join([head, rule, *body, "", machine, ""])
+               f"{versions and ', ' + versions}; measured {days_of(rows)}")
+    return "\n".join([head, rule, *body, "", *([sentence, ""] if sentence else []), machine, ""])
 
 
 # NAME in a document -> SOURCE of its CSVs, and how the table is made.
@@ -320,6 +358,8 @@ TABLES = {"rates": ("kernels", rates_table), "kernels": ("kernels", times_table)
           "samples": ("quality", samples_table), "equal_time": ("grid", equal_time_table), "fine_tune": ("fine_tune", fine_tune_table),
           "gate": ("gate", gate_table), "few_steps": ("few_steps", few_steps_table),
           "few_fine_tune": ("few_fine_tune", few_fine_tune_table), "rollout": ("rollout", rollout_table)}
+# What stands below a table beside the machine.
+SENTENCES = {speed_ups_table: reckoned}
 # Those that are made of two CSVs.
 JOINED = (samples_table, equal_time_table, few_steps_table)
 

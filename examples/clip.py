@@ -114,3 +114,7 @@ def _shade(colours: tuple[tuple[float, ...], tuple[float, ...]], value: Tensor) 
     """From the dark to the light colour: [..., 3]."""
     dark, light = (torch.tensor(colour, device=value.device) for colour in colours)
     return dark + (light - dark) * value[..., None]
+
+
+if __name__ == "__main__":
+    print("This is a module of examples/demo.py, which says what it can do: --help.")

@@ -1,9 +1,10 @@
-"""The main job: runs a small HunyuanVideo 1.5 transformer over a rendered clip, dense and with SSTA, and shows what came of it."""
+"""Runs a small HunyuanVideo 1.5 transformer over a rendered clip, dense and with SSTA, and shows what came of it."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import statistics
 import sys
@@ -25,6 +26,10 @@ from ssta.report import Report
 NOTE = """The model has random weights, so its output is no video to look at. One thing is not random: the key projection repeats the query
 projection, so that regions that look alike attend to each other, where otherwise attention would be close to uniform. The
 differences say how much SSTA changes this model, not how much it would change a trained one."""
+
+# Messages of packages that diffusers imports if they are installed, and that mean nothing here: a logger, and how they begin.
+NOISE = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
+         "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects"}
 
 CPU_NOTE = "A CPU is no place to judge speed: the README has what SSTA gains on a GPU."
 
@@ -109,6 +114,12 @@ def main(arguments: list[str] | None = None) -> dict:
     return result
 
 
+def leave_noise_out() -> None:
+    """Takes the messages of NOISE, and no others, out of what this process prints."""
+    for name, beginning in NOISE.items():
+        logging.getLogger(name).addFilter(lambda record, beginning=beginning: not str(record.msg).startswith(beginning))
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=sorted(SIZES), default="small", help="which model and canvas (720p needs a GPU)")
@@ -164,7 +175,7 @@ def compare(model, inputs: dict[str, Tensor], size: Size, device: torch.device, 
     # Nothing is left to estimate.
     every_tile = SSTAConfig(tile_thw=size.config.tile_thw, topk=math.prod(size.canvas), sparse_type="block_attn", compensation="linear")
     if size.stock_dense:
-        dense, torch_name, install_dense = "dense, diffusers as it comes", "torch SDPA, masked", nullcontext
+        dense, torch_name, install_dense = "dense, unmodified diffusers", "torch SDPA, masked", nullcontext
     else:
         dense, torch_name = "dense, without the S x S mask", "torch SDPA"
         install_dense = partial(dense_without_mask, model, sum(size.valid_tokens))
@@ -280,4 +291,5 @@ def table(result: dict) -> str:
 
 
 if __name__ == "__main__":
+    leave_noise_out()
     main()

@@ -293,3 +293,7 @@ def encode(pipe: Any, model: str, files: list[Path], folder: Path, size: Size, n
         latents = load_sample(targets[files[0]]).latents
         save_sample(target, Sample(latents[:0], conditions(pipe, negative, latents, size)), **made, prompt=negative)
     return list(targets.values())
+
+
+if __name__ == "__main__":
+    print("This is a module of examples/finetune.py, which says what it can do: --help.")

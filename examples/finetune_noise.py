@@ -111,3 +111,7 @@ def save_grid(pipe: Any, samples: list[Sample], path: Path) -> None:
         rows.append(torch.cat([frames[i] for i in (0, len(frames) // 2, len(frames) - 1)], dim=2))
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray((255 * torch.cat(rows, dim=1)).round().byte().permute(1, 2, 0).numpy()).save(path)
+
+
+if __name__ == "__main__":
+    print("This is a module of examples/finetune.py, which says what it can do: --help.")

@@ -264,3 +264,7 @@ def say(text: str) -> None:
 
 def fail(message: str) -> None:
     raise SystemExit(f"error: {message}")
+
+
+if __name__ == "__main__":
+    print("This is a module of the scripts beside it, such as examples/wan.py, which says what it can do: --help.")

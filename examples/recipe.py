@@ -213,3 +213,7 @@ def cached(pipe: Any, cache: str, options: Mapping[str, Any], steps: int) -> Ite
     finally:
         for model in models:
             model.disable_cache()
+
+
+if __name__ == "__main__":
+    print("This is a module of examples/fastest.py, which says what it can do: --help.")

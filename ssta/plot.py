@@ -16,19 +16,20 @@ from .report import Report
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Why a tile pair is computed. The colours can be told apart with any colour vision; on plain ground hatches say it again.
-_NOT, _WINDOW, _BUDGET, _TEXT = range(4)
-_LABELS = ("not attended to", "near (window)", "selected by content (budget)", "text")
-_COLOURS = ("#f0f0f0", "#56b4e9", "#e69f00", "#8a8a8a")
-_HATCHES = ("", "", "////", "")
+# Why a tile pair is computed, or how it goes without. The colours can be told apart with any colour vision; on plain ground hatches say it
+# again.
+_NOT, _WINDOW, _BUDGET, _TEXT, _ESTIMATED = range(5)
+_LABELS = ("not attended to", "near (window)", "selected by content (budget)", "text", "estimated")
+_COLOURS = ("#f0f0f0", "#56b4e9", "#e69f00", "#8a8a8a", "#fbe7c6")
+_HATCHES = ("", "", "////", "", "")
 
 
 def plot_selection(
     report: Report, query_thw: Sequence[int] | None = None, *, head: int = 0, batch: int = 0, grid: int = 0, images: Any = None,
     path: str | Path | None = None,
 ) -> Figure:
-    """Draws which tiles of the video one query tile attends to, over the latent frames: all of them up to 8, else the middle one of every
-    layer of tiles. Synchronises the device.
+    """Draws which tiles of the video are computed exactly for one query tile, and if the others are estimated or dropped. The latent frames
+    are all drawn up to 8, else the middle one of every layer of tiles. Synchronises the device.
 
     Args:
         report: what ``explain`` returned.
@@ -91,19 +92,24 @@ def plot_selection(
         axes.set_ylabel("row", fontsize=8)
     for axes in all_axes[-1]:
         axes.set_xlabel("column", fontsize=8)
-    attended = int((kinds != _NOT).sum())
-    text = ", and to the text" if bool((row == _TEXT).any()) else ""
-    figure.suptitle(f"What one query tile attends to: {attended} of the video's {kinds.numel()} tiles{text}\n"
+    exact, with_text = int(_exact(kinds).sum()), bool((row == _TEXT).any())
+    tiles = f"{exact} of the video's {kinds.numel()} tiles"
+    if report.config.compensation == "none":
+        title = f"What one query tile attends to: {tiles}{', and to the text' if with_text else ''}"
+    else:
+        title = (f"One query tile: {tiles}{' and the text' if with_text else ''} are computed exactly; "
+                 f"{kinds.numel() - exact} tiles are estimated")
+    figure.suptitle(f"{title}\n"
                     f"head {head}; the tile spans {_span('frame', *cuts[0][place[0]])}, {_span('row', *cuts[1][place[1]])}, "
                     f"{_span('column', *cuts[2][place[2]])}", fontsize=11)
-    present = [kind for kind in (_WINDOW, _BUDGET, _NOT) if bool((kinds == kind).any())]
+    present = [kind for kind in (_WINDOW, _BUDGET, _ESTIMATED, _NOT) if bool((kinds == kind).any())]
     outline = matplotlib.patches.Patch(facecolor="none", edgecolor="black", linewidth=2.5, label="the query tile")
     _add_legend(figure, [outline, *_patches(matplotlib, present, hatched=pictures is None)])
     return _finish(figure, path)
 
 
 def plot_block_mask(report: Report, *, head: int = 0, batch: int = 0, path: str | Path | None = None) -> Figure:
-    """Draws every (query tile, key tile) pair of one head, coloured by why it is computed. Synchronises the device.
+    """Draws every (query tile, key tile) pair of one head, coloured by why it is computed, or if it is estimated. Synchronises the device.
 
     Tiles are in tile order: frames first, so that a diagonal block is one layer of tiles; the text comes last.
 
@@ -123,7 +129,8 @@ def plot_block_mask(report: Report, *, head: int = 0, batch: int = 0, path: str 
     figure = figure_class(figsize=(7.6, 7.4), layout="constrained")
     axes = figure.subplots()
     colours = matplotlib.colors.ListedColormap(_COLOURS)
-    axes.imshow(kinds.numpy(), cmap=colours, vmin=-0.5, vmax=3.5, interpolation="nearest", origin="upper", extent=(0, tiles, tiles, 0))
+    axes.imshow(kinds.numpy(), cmap=colours, vmin=-0.5, vmax=len(_COLOURS) - 0.5, interpolation="nearest", origin="upper",
+                extent=(0, tiles, tiles, 0))
     bands = _bands(report)
     for start, _, _ in bands[1:]:
         boundary = start == video_tiles
@@ -139,9 +146,10 @@ def plot_block_mask(report: Report, *, head: int = 0, batch: int = 0, path: str 
     axes.tick_params(length=0)
     axes.set_xlabel("key tiles: what is looked at")
     axes.set_ylabel("query tiles: what is looking")
-    kept = float((kinds != _NOT).float().mean())
-    axes.set_title(f"Tile pairs that head {head} computes: {kept:.0%} of {tiles} x {tiles}", fontsize=11)
-    present = [kind for kind in (_WINDOW, _BUDGET, _TEXT, _NOT) if bool((kinds == kind).any())]
+    estimated = "" if report.config.compensation == "none" else " exactly"
+    axes.set_title(f"Tile pairs that head {head} computes{estimated}: {float(_exact(kinds).float().mean()):.0%} of {tiles} x {tiles}",
+                   fontsize=11)
+    present = [kind for kind in (_WINDOW, _BUDGET, _TEXT, _ESTIMATED, _NOT) if bool((kinds == kind).any())]
     _add_legend(figure, _patches(matplotlib, present))
     return _finish(figure, path)
 
@@ -194,7 +202,7 @@ def _pictures(images: Any, frames: int) -> Tensor:
 
 
 def _categories(report: Report, batch: int, head: int) -> Tensor:
-    """uint8 [T, T] on the CPU: for each (query tile, key tile), why it is computed."""
+    """uint8 [T, T] on the CPU: for each (query tile, key tile), why it is computed, or how it goes without."""
     batch, head = _index("batch", batch, report.batch), _index("head", head, report.heads)
     mask = report.blocks.to_mask()
     # Lists may be shared by the batch, by all heads, or by the query heads of one key head.
@@ -202,10 +210,17 @@ def _categories(report: Report, batch: int, head: int) -> Tensor:
     n = report.layout.num_video_tiles
     kinds = torch.where(kept, _TEXT, _NOT).to(torch.uint8)
     video = kinds[:n, :n]
+    if report.config.compensation != "none":
+        video[~kept[:n, :n]] = _ESTIMATED
     video[kept[:n, :n]] = _BUDGET
     if report.near is not None:
         video[report.near.cpu()] = _WINDOW
     return kinds
+
+
+def _exact(kinds: Tensor) -> Tensor:
+    """Which pairs are computed."""
+    return (kinds != _NOT) & (kinds != _ESTIMATED)
 
 
 def _cuts(segment: TiledSegment, axis: int) -> list[tuple[int, int]]:
@@ -233,9 +248,10 @@ def _bands(report: Report) -> list[tuple[int, int, str]]:
 
 def _draw_tile(matplotlib, axes, box: tuple[int, int, int, int], kind: int, on_picture: bool) -> None:
     left, top, right, bottom = box
-    if kind == _NOT:
-        axes.add_patch(matplotlib.patches.Rectangle((left, top), right - left, bottom - top, facecolor="white", edgecolor="#d0d0d0",
-                                                    linewidth=0.4, alpha=0.8, zorder=2))
+    if kind in (_NOT, _ESTIMATED):
+        colour, gid = ("white", None) if kind == _NOT else (_COLOURS[kind], "estimated")
+        axes.add_patch(matplotlib.patches.Rectangle((left, top), right - left, bottom - top, facecolor=colour, edgecolor="#d0d0d0",
+                                                    linewidth=0.4, alpha=0.8, zorder=2, gid=gid))
         return
     # The frame of a tile is drawn inside it, so that a neighbour of another colour does not paint over it.
     inset = 0.06 * min(right - left, bottom - top)
@@ -250,7 +266,7 @@ def _draw_tile(matplotlib, axes, box: tuple[int, int, int, int], kind: int, on_p
 
 
 def _patches(matplotlib, kinds: list[int], hatched: bool = False) -> list:
-    return [matplotlib.patches.Patch(facecolor=_COLOURS[kind], edgecolor="#909090" if kind == _NOT else "white",
+    return [matplotlib.patches.Patch(facecolor=_COLOURS[kind], edgecolor="#909090" if kind in (_NOT, _ESTIMATED) else "white",
                                      hatch=_HATCHES[kind] if hatched else None, label=_LABELS[kind]) for kind in kinds]
 
 

@@ -86,6 +86,43 @@ def test_measured_tables_have_their_places():
     assert opened and len(opened) == len(closed) == len(set(opened))
 
 
+# A generated table, or a heading.
+BOUNDARY = re.compile(r"^<!-- table:\w+ -->\n.*?^<!-- /table -->$|^#+ [^\n]*$", re.M | re.S)
+
+
+def rows_that_tables_lack(text: str) -> list[str]:
+    """Names of rows in prose that the generated tables beside it do not have.
+
+    Prose lies between two tables or headings. A sentence with the word row or rows speaks of the table before it or after it: every name in
+    double quotes there, and every setting in backticks (`name`, `name=value`), has to occur in one of the two; "..." stands for anything.
+    """
+    bounds = [re.match("", text), *BOUNDARY.finditer(text), re.compile(r"\Z").search(text)]
+    lacking = []
+    for before, after in zip(bounds, bounds[1:]):
+        tables = "".join(bound[0] for bound in (before, after) if bound[0].startswith("<!--"))
+        prose = re.sub(r"^```.*?^```|^\|[^\n]*$", "", text[before.end():after.start()], flags=re.M | re.S)
+        for sentence in re.split(r"(?<=[.:])\s", " ".join(prose.split())) if tables else ():
+            if re.search(r"\brows?\b", sentence, re.I):
+                names = re.findall(r"`(\w+(?:=[^`]*)?)`", sentence) + re.findall(r'"([^"`]+)"', re.sub(r"`[^`]*`", "", sentence))
+                lacking += [name for name in names if not re.search(re.escape(name).replace(r"\.\.\.", ".*"), tables)]
+    return lacking
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_tables_have_the_rows_that_prose_beside_them_names(document):
+    assert rows_that_tables_lack((ROOT / document).read_text()) == []
+
+
+def test_what_counts_as_a_row_that_a_table_lacks():
+    """Sentences that stood beside tables without such rows."""
+    table = "<!-- table:x -->\n| model | attention |\n|---|---|\n| A | SSTA by default |\n<!-- /table -->\n"
+    other = table.replace("SSTA by default", '`pad_type="zero"`')
+    assert rows_that_tables_lack(f"Rows with a\n`pad_type` have the settings of a checkpoint:\n\n{table}\nText.\n\n{other}") == ["pad_type"]
+    assert rows_that_tables_lack(f'# A\n\n{table}\nText. Rows with `pad_type="none"` are not the default.\n') == ['pad_type="none"']
+    assert rows_that_tables_lack(f'{table}\nThe row "dense" is slow. "Quoted" words elsewhere are not meant, `nor` these.\n') == ["dense"]
+    assert rows_that_tables_lack(f'Rows with a `pad_type` are here:\n{other}\n# Next\n\nRows with `density` are of no table.\n') == []
+
+
 def test_what_counts_as_a_named_file():
     text = "[a](docs/a.md#top) [b](https://x.org/c.md) [c](#here) `kernels/` `setup.py` `a.b` `tests/test_*.py`\n```py\n`no.py`\n```\n"
     assert named_files(text) == {"docs/a.md", "kernels/", "setup.py", "tests/test_*.py"}

@@ -23,12 +23,13 @@ def test_layer_end_to_end(bench, tmp_path):
     rows = read_rows(tmp_path / "mine.csv")
     stages = {"none": ["tile", "score", "select", "attend", "untile", "total"],
               "linear": ["tile", "estimate", "score", "select", "attend", "combine", "untile", "total"]}
-    expected = [("dense", "", "total"), *((name, "linear", stage) for name in ("default", "one part") for stage in stages["linear"]),
+    expected = [("dense", "", "total"), ("exact", "", "total"),
+                *((name, "linear", stage) for name in ("default", "one part") for stage in stages["linear"]),
                 *((pad, kind, s) for pad in ("none", "zero") for kind in stages for s in stages[kind])]
     assert [(row["padding"], row["compensation"], row["stage"]) for row in rows] == expected
-    assert [row["padding"] for row in rows if row["error"]] == ["default", "one part", "none", "none", "zero", "zero"]
-    assert [row["stage"] for row in rows if row["density"]] == ["total"] * 7
-    assert [row["stage"] for row in rows if row["tflops"]] == ["total", *["attend"] * 6]
+    assert [row["padding"] for row in rows if row["error"]] == ["dense", "exact", "default", "one part", "none", "none", "zero", "zero"]
+    assert [row["stage"] for row in rows if row["density"]] == ["total"] * 8
+    assert [row["stage"] for row in rows if row["tflops"]] == ["total", "total", *["attend"] * 6]
     assert all(float(row["median_ms"]) > 0 for row in rows)
 
 
@@ -45,7 +46,7 @@ def test_the_default_is_what_pipelines_do(bench):
 def test_the_whole_layer_alone(bench, tmp_path):
     bench.main(["--rounds", "1", "--whole", "--only", "published", "--pad", "none", "--compensation", "linear", "--csv", "mine"])
     found = [(row["padding"], row["compensation"], row["stage"]) for row in read_rows(tmp_path / "mine.csv")]
-    assert found == [("dense", "", "total"), ("none", "linear", "total")]
+    assert found == [("dense", "", "total"), ("exact", "", "total"), ("none", "linear", "total")]
 
 
 def test_tiles_of_another_size_come_with_a_density(bench, tmp_path, capsys):
@@ -66,6 +67,19 @@ def test_a_wrong_layer_gets_no_time(bench, monkeypatch):
 
     monkeypatch.setattr(bench, "ssta_attention", wrong)
     with pytest.raises(SystemExit, match="SSTA with padding 'none' and compensation 'linear' is wrong: .*; no time is printed"):
+        bench.main(["--rounds", "1"])
+
+
+def test_a_wrong_dense_layer_gets_no_time(bench, monkeypatch):
+    whole = bench.dense_attention
+
+    def wrong(query, key, value, layout):
+        found = whole(query, key, value, layout)
+        found.out[..., -1, :] += 0.1
+        return found
+
+    monkeypatch.setattr(bench, "dense_attention", wrong)
+    with pytest.raises(SystemExit, match=r"dense attention, dense \(SSTA's kernel\), is wrong: .*; no time is printed"):
         bench.main(["--rounds", "1"])
 
 

@@ -300,13 +300,13 @@ def test_tables_of_several_gpus(tmp_path):
     assert scaling.split("\n")[1:6] == [
         "| of | attention | 1 GPU | 2 GPUs | speed-up on 2 |", "|---|---|---:|---:|---:|",
         '| L, layer | `pad_type="none"` | 10.0 ms | 5.20 ms | 1.92 |', '| M, step | SSTA, `pad_type="none"` | – | 1.40 s | 1.93 |',
-        "| M, step | diffusers as it comes | – | 6.00 s | 1.90 |"]
+        "| M, step | unmodified diffusers | – | 6.00 s | 1.90 |"]
     assert ranks.split("\n")[3:9] == [
         '| L, layer | `pad_type="none"` | 1 | 1 x 1 | 10.0 ms | 1.00 | 10.4 ms | 1.00 | 1.00 | – | 0.00 | 0.00100 |',
         '| L, layer | `pad_type="none"` | 2 | 1 x 2 | 5.20 ms | 1.92 | 5.20 ms | 2.00 | 1.01 | 700 | 0.00 | 0.00100 |',
         '| M, step | SSTA, `pad_type="none"` | 2 | 1 x 2 | 1.40 s | 1.93 | – | – | – | – | – | – |',
         '| L, layer | `pad_type="none"` | 8 | 1 x 8 | – | – | 1.30 ms | 8.00 | – | – | – | – |',
-        '| M, step | diffusers as it comes | 2 | 1 x 2 | 6.00 s | 1.90 | – | – | – | – | – | – |', ""]
+        '| M, step | unmodified diffusers | 2 | 1 x 2 | 6.00 s | 1.90 | – | – | – | – | – | – |', ""]
     assert stages.split("\n")[1].count("attend, ms | total, ms") == 1, "stages that nothing has are not shown"
     assert '| L | `pad_type="none"` | 1 x 2 | 4.50 | 5.20 |\n' in stages and "| 1 x 4 |" not in stages
     assert "| 2 | 50.0 | 10.0 | 10.0% | 333 |\n" in exchange and exchange.count("\n| ") == 2

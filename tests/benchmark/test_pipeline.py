@@ -24,18 +24,38 @@ def test_steps_end_to_end(bench, tmp_path):
     for row in rows:
         total, blocks = float(row["median_ms"]), float(row["blocks_ms"])
         built, depth = int(row["blocks_measured"]), int(row["blocks"])
-        assert 0 < blocks < total and float(row["step_s"]) == pytest.approx((total + (depth / built - 1) * blocks) / 1e3)
-        assert (row["error"] != "") == (row["what"] in ("dense", "none")) and not row["note"]
-    assert [row["blocks_measured"] for row in rows[1:3]] == ["2", "1"]
+        if row["what"] == "default":
+            first = float(row["first_ms"])
+            reckoned = total - blocks + first + (depth - 1) * (blocks - first) / (built - 1)
+            assert 0 < first < blocks
+        else:
+            reckoned = total + (depth / built - 1) * blocks
+            assert row["first_ms"] == ""
+        assert 0 < blocks < total and float(row["step_s"]) == pytest.approx(reckoned / 1e3)
+        assert (row["error"] != "") == (row["what"] in ("dense", "default", "none")) and not row["note"]
+    assert [row["blocks_measured"] for row in rows[2:4]] == ["2", "1"]
 
     import table
     lines = table.steps_table(rows)
-    assert lines[1][:2] == ["HunyuanVideo 1.5, small", "SSTA by default"] and len(lines) == 25
-    assert lines[3][:2] == ["HunyuanVideo 1.5, small", "diffusers as it comes"] and lines[3][3] == "1 of 4"
+    assert lines[1][:2] == ["HunyuanVideo 1.5, small", "SSTA by default"] and len(lines) == 28
+    assert lines[4][:2] == ["HunyuanVideo 1.5, small", "unmodified diffusers"] and lines[4][3] == "1 of 4"
     pytest.importorskip("matplotlib")
     import plots
     axes = plots.plot_pipeline(rows).axes
-    assert [bar.get_width() for bar in axes[1].patches] == [float(row["step_s"]) for row in rows[8:16]]
+    assert [bar.get_width() for bar in axes[1].patches] == [float(row["step_s"]) for row in rows[9:18]]
+
+
+def test_the_default_is_measured_as_apply_ssta_has_it(bench):
+    """Its first layer is dense, the others are sparse, and a step is reckoned from one dense block and sparse ones."""
+    shape = bench.MODELS[1]
+    model = bench.prepared(shape, shape.build("cpu", torch.float32), "default")
+    processors = [site.module.processor for site in bench.family_of(model).sites(model)]
+    assert [processor.config for processor in processors] == [None, bench.family_of(model).default_config()]
+    watch = bench.BlockWatch(model)
+    model(**shape.call("cpu", torch.float32))
+    assert 0 < watch.first_median(1) < watch.median(1)
+    assert bench.step_seconds(shape, 2, 100.0, 90.0, 70.0) == pytest.approx((10 + 70 + (shape.depth - 1) * 20) / 1e3)
+    assert bench.step_seconds(shape, 2, 100.0, 90.0) == pytest.approx((10 + shape.depth * 45) / 1e3)
 
 
 def test_a_model_with_fewer_blocks_shares_its_weights(bench):

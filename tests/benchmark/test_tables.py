@@ -24,7 +24,7 @@ def kernel_row(what, provider, ms, pattern="random", kept=48, **more):
 
 @pytest.fixture
 def made_up(tmp_path, monkeypatch):
-    """Two documents with one place that has a CSV, of another machine."""
+    """A document of the benchmarks and another one, whose CSV is of another machine."""
     import measure
     import table
 
@@ -42,6 +42,7 @@ def made_up(tmp_path, monkeypatch):
     readme.write_text("before\n<!-- table:kernels -->\nstale\n<!-- /table -->\nafter\n<!-- table:errors -->\nkept\n<!-- /table -->\n")
     other.write_text("<!-- table:around -->\n<!-- /table -->\n<!-- table:missing -->\n<!-- /table -->\n")
     monkeypatch.setattr(table, "DOCUMENTS", (readme, other))
+    monkeypatch.setattr(table, "HERE", tmp_path)
     monkeypatch.setattr(table, "RESULTS", tmp_path)
     monkeypatch.setattr(table.staleness, "ages", lambda name, rows: [])
     return table, readme, other
@@ -63,7 +64,8 @@ def test_a_table_from_a_made_up_csv(made_up, capsys):
 | 46,080 | 16 | 128 | randn | 120 of 120, all | forward | 400 | 20.0 | – | – | 15.0 | 1,230 | 0.75 | – |
 | 46,080 | 16 | 128 | randn | 48 of 120 | backward | 400 | 21.0 | 16.0 | – | – | 100 | 4.76 | 6.25 |
 
-Card, driver 1, torch 2.9, triton 3.5, fast 4.0; commit abc, 2026-01-02
+Card, driver 1, torch 2.9, triton 3.5, fast 4.0; measured 2026-01-02
+commit abc, 2026-01-02
 <!-- /table -->
 after
 <!-- table:errors -->
@@ -169,7 +171,7 @@ def test_without_the_commit_nothing_is_known(repository, tmp_path):
     for folder, named in ((tmp_path / "shallow", first), (tmp_path / "bare", first), (tree, "unknown")):
         age, = ages_in(folder, named)
         assert age.changed is None and not age.fresh
-        assert str(age) == f"Unknown: whether code under these rows changed since commit {named}, which git does not have here"
+        assert str(age) == f"Unknown: git does not have commit {named} here, so these rows may be stale"
 
 
 def test_every_csv_says_what_it_depends_on():
@@ -202,7 +204,7 @@ def test_stale_rows_are_shown_and_fail_only_where_fresh_ones_are_wanted(made_up,
     with pytest.raises(SystemExit, match="to be measured again: kernels_card.csv"):
         table.main(["--fresh"])
     table.main([])
-    caption = "commit abc, 2026-01-02\n"
+    caption = "\ncommit abc, 2026-01-02\n"
     line = "**Stale**: 1 file under these rows changed since commit abc.\n"
     assert readme.read_text() == clean.replace(caption, caption + line)
     capsys.readouterr()
@@ -249,11 +251,17 @@ def test_rates_in_short_say_how_much_the_inputs_matter(made_up):
 def test_speed_ups_are_the_defaults_or_say_that_they_are_not():
     import table
 
-    rows = [dict(model=model, what=what, step_s=seconds) for model, what, seconds in (
-        ("A", "default", "2.0"), ("A", "stock", "9.0"), ("A", "unmasked", "5.0"), ("A", "removed", "1.0"), ("A", "none", ""),
-        ("B", "stock", "1.0"), ("C", "unmasked", "3.0"), ("C", "none", "1.0"))]
-    assert table.speed_ups_table(rows)[1:] == [["A", "SSTA by default", "2.00", "5.00", "2.50", "1.00"],
-                                               ["C", 'SSTA, `pad_type="none"`', "1.00", "3.00", "3.00", "–"]]
+    rows = [dict(model=f"{model}, 720p", what=what, step_s=seconds, blocks="8", blocks_measured=measured)
+            for model, what, seconds, measured in (
+        ("A", "default", "2.0", "2"), ("A", "sparse", "1.9", "2"), ("A", "stock", "9.0", "1"), ("A", "unmasked", "5.0", "2"),
+        ("A", "dense", "4.0", "2"), ("A", "removed", "1.0", "2"), ("A", "none", "", "2"), ("B", "stock", "1.0", "2"),
+        ("C", "unmasked", "3.0", "8"), ("C", "none", "1.0", "8"), ("D", "unmasked", "3.0", "4"), ("D", "sparse", "1.0", "4"))]
+    assert table.speed_ups_table(rows)[1:] == [
+        ["A, 720p", "SSTA by default", "2.00", "5.00", "2.50", "4.00", "2.00", "1.00"],
+        ["C, 720p", 'SSTA, `pad_type="none"`', "1.00", "3.00", "3.00", "–", "–", "–"],
+        ["D, 720p", "SSTA, all layers sparse", "1.00", "3.00", "3.00", "–", "–", "–"]]
+    assert table.reckoned(rows) == ("All weights are random. Measured were 2 of 8 blocks of A and 4 of 8 blocks of D; the other blocks "
+                                    "were reckoned from these. C was measured whole.")
 
 
 def test_layers_of_checkpoints_that_were_trained_sparse():
@@ -263,6 +271,25 @@ def test_layers_of_checkpoints_that_were_trained_sparse():
         ("dense", "SDPA", "forward", "10"), ("exact part", "auto", "forward", "4.3"), ("layer", "auto", "forward", "5"),
         ("exact part", "auto", "backward", "12"), ("exact part", "fastvideo-kernel", "forward", "6"))]
     assert table.trained_table(rows)[1:] == [["VSA", "10.0", "4.30 (274)", "5.00", "12.0 (274)", "–", "–", "6.00"]]
+
+
+def test_documents_for_users_name_days_and_no_commits(made_up, monkeypatch, tmp_path):
+    """Commits and stale rows are for those who work on it, in benchmark/*.md."""
+    table, readme, other = made_up
+    monkeypatch.setattr(table, "HERE", tmp_path / "elsewhere")
+    monkeypatch.setattr(table.staleness, "ages", lambda name, rows: [table.staleness.Age("abc", 11, ("kernels/op.py",))])
+    table.main([])
+    assert "fast 4.0; measured 2026-01-02\n<!-- /table -->" in readme.read_text() and "commit" not in readme.read_text() + other.read_text()
+    assert "Stale" not in readme.read_text()
+
+
+def test_days_of_rows_are_given_from_first_to_last():
+    import table
+
+    where = dict(device="Card", driver="1", torch="2.9", triton="3.5", commit="abc")
+    rows = [where | dict(date=date) for date in ("2026-01-05", "2026-01-02", "2026-01-03")]
+    assert table.captioned([["a"], ["1"]], rows, "It rains.") == (
+        "| a |\n|---:|\n| 1 |\n\nIt rains.\n\nCard, driver 1, torch 2.9, triton 3.5; measured 2026-01-02 to 2026-01-05\n")
 
 
 def test_plots_are_drawn_or_named_as_missing(made_up, tmp_path, monkeypatch, capsys):
@@ -293,6 +320,35 @@ def test_a_plot_shows_every_measured_rate(made_up, tmp_path):
     assert sum(map(len, backward.containers)) == 4
 
 
+def test_the_legend_of_the_kernels_has_the_colours_of_the_bars(made_up, tmp_path):
+    pytest.importorskip("matplotlib")
+    import plots
+    from matplotlib.colors import to_rgba
+
+    table, *_ = made_up
+    figure = plots.plot_kernels(table.read_rows(tmp_path / "kernels_card.csv"))
+    legend, = figure.legends
+    shown = {text.get_text(): patch.get_facecolor() for text, patch in zip(legend.get_texts(), legend.get_patches())}
+    drawn = {bars.get_label(): bars[0].get_facecolor() for axes in figure.axes for bars in axes.containers if len(bars)}
+    assert shown == drawn and len({to_rgba(colour) for colour in shown.values()}) == len(shown) == 5
+
+
+def test_each_layer_is_drawn_in_its_own_scale(tmp_path):
+    pytest.importorskip("matplotlib")
+    import plots
+
+    where = dict(device="Card", torch="2.9", triton="3.5", commit="abc", date="2026-01-02")
+    rows = [where | dict(layer=layer, padding=padding, stage=stage, median_ms=ms)
+            for layer, scale in (("large", 100), ("small", 1)) for padding, stage, ms in (
+                ("dense", "total", f"{4 * scale}"), ("default", "attend", f"{scale}"), ("default", "total", f"{1.5 * scale}"))]
+    figure = plots.plot_layer(rows)
+    assert [axes.get_title() for axes in figure.axes] == ["large", "small"]
+    for axes in figure.axes:
+        longest = max(bar.get_x() + bar.get_width() for bar in axes.patches)
+        assert longest > 0.8 * axes.get_xlim()[1], "bars fill their box"
+    assert "commit" not in figure.get_supxlabel() and "measured 2026-01-02" in figure.get_supxlabel()
+
+
 def layer_csv(folder):
     import measure
     from shapes import LAYERS
@@ -319,10 +375,10 @@ def test_the_other_tables(tmp_path):
     measure.write_rows(tmp_path / "interfaces_a.csv", [
         dict(system="FlashInfer", q_block=64, k_block=64, what="forward", provider="ssta", **times, tflops=531.0, plan_ms=0.42)])
     measure.write_rows(tmp_path / "quality_a.csv", [dict(
-        what="sample", clips="procedural", train_seed=1, name="dropped 0.156", density=0.3, psnr=34.56, psnr_spread=1.23, ssim=0.9876,
-        velocity_error=0.0312, loss_above=-0.1), dict(
-        what="sample", clips="film", train_seed=1, name="dropped 0.156", density=0.3, psnr=36.56, psnr_spread="", ssim=0.9876,
-        velocity_error=0.0312, loss_above=0.9), dict(
+        what="sample", clips="procedural", train_seed=1, name="dropped 0.156, tile 4x4x8", density=0.3, psnr=34.56, psnr_spread=1.23,
+        ssim=0.9876, velocity_error=0.0312, loss_above=-0.1), dict(
+        what="sample", clips="film", train_seed=1, name="dropped 0.156, tile 4x4x8", density=0.3, psnr=36.56, psnr_spread="",
+        ssim=0.9876, velocity_error=0.0312, loss_above=0.9), dict(
         what="sample", clips="film", train_seed=1, name="linear 0.2", density=0.2, psnr=30.0, psnr_spread="", ssim=0.9,
         velocity_error=0.05, loss_above=1.0)])
     host = dict(layer="small", host_us=151.2, q1_us=150.0, q3_us=156.0)
@@ -337,15 +393,15 @@ def test_the_other_tables(tmp_path):
     layer, stages, errors, tokens, interfaces, host, quality, samples, fine_tune = filled.split("<!-- /table -->\n")[:9]
     assert "| film, training 1 | linear 0.15, trained densely | 0.1235 | +2.88 % | – | – |\n" in fine_tune
     assert "| film, training 1 | linear 0.15, distilled | 0.1235 | +2.88 % | 0.0321 | 68 % |\n" in fine_tune
-    assert "| without an estimate, fewer pairs | 30.0% | 35.6 (34.6 to 36.6) | 0.988 |\n" in samples and "0.2" not in samples
-    assert "| dropped 0.156 | 30.0% | 34.6 ± 1.2 | 36.6 | 0.988 | 0.0312 | +0.40 % |\n" in quality
+    assert "| as many pairs, the others dropped | 30.0% | 35.6 (34.6 to 36.6) | 0.988 |\n" in samples and "0.2" not in samples
+    assert "| dropped 0.156, tile 4x4x8 | 30.0% | 34.6 ± 1.2 | 36.6 | 0.988 | 0.0312 | +0.40 % |\n" in quality
     assert "| linear 0.2 | 20.0% | – | 30.0 | 0.900 | 0.0500 | +1.00 % |\n" in quality
     assert "| small | forward | 151 | 140 | 2.0% | – |\n| small | layer | 151 | – | 2.0% | 10.0 MiB (0.800 x) |\n" in host
     assert "| decode | 2.00 | 5.0% | 2.71 TB/s | 5.00 |\n" in tokens
     assert "| FlashInfer | (64, 64) | forward | SSTA | 2.00 | 531 | 0.420 |\n" in interfaces
     assert "| dense (torch SDPA) | 200 | 1.00 | 444 MiB (0.250 x) |\n" in layer
     assert '| SSTA, `pad_type="none"` | 50.0 | 4.00 | 1,890 MiB (1.06 x) |\n' in layer
-    assert layer.count("torch ") == 2, "a CSV without the layer gives no table"
+    assert layer.count("; measured ") == 1, "a CSV without the layer gives no table"
     assert f'| {LAYERS[0].name} | `pad_type="none"` | 44.0 | 50.0 | 26% |\n' in stages and "| small |" in stages
     assert f"| torch | float16 | ragged |{' 0.000123 (0.500) |' * 5}\n" in errors
 

@@ -1,6 +1,10 @@
 """The demo from its command line to its files, on a tiny canvas; the clip and the latents that it is made of."""
 
 import json
+import logging
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +58,49 @@ def test_the_demo_end_to_end(demo, tmp_path, capsys):
     assert ("A CPU is no place to judge speed" in printed) != torch.cuda.is_available()
     for run in result["runs"]:
         assert f"{run['density']:.1%}" in printed and run["run"] in printed
+
+
+@pytest.mark.slow
+def test_the_demo_prints_nothing_that_is_not_its_own(tmp_path):
+    """In an environment that holds torchao, too, whose import is noisy."""
+    run = subprocess.run([sys.executable, EXAMPLES / "demo.py", "--canvas", "2x8x8", "--output", str(tmp_path)], capture_output=True,
+                         text=True)
+    assert run.returncode == 0 and run.stderr == ""
+
+
+def test_other_messages_of_the_same_packages_are_printed(demo, caplog):
+    names = [*demo.NOISE, "diffusers"]
+    before = {name: list(logging.getLogger(name).filters) for name in names}
+    demo.leave_noise_out()
+    try:
+        for name, beginning in demo.NOISE.items():
+            with caplog.at_level(logging.WARNING, logger=name):
+                logging.getLogger(name).addHandler(caplog.handler)
+                logging.getLogger(name).warning(f"{beginning} and so on", *(["x"] if "%s" in beginning else []))
+                logging.getLogger(name).warning("something else")
+                logging.getLogger(name).removeHandler(caplog.handler)
+        assert {record.getMessage() for record in caplog.records} == {"something else"}
+    finally:
+        for name, filters in before.items():
+            logging.getLogger(name).filters[:] = filters
+
+
+@pytest.mark.parametrize("name", ["clip", "generate", "recipe", "finetune_clips", "finetune_noise"])
+def test_a_module_says_whose_it_is(name):
+    source = (EXAMPLES / f"{name}.py").read_text()
+    said = re.search(r'^if __name__ == "__main__":\n    print\("This is a module of .*?(examples/(\w+)\.py), .*"\)\n\Z', source, re.M)
+    assert said and (EXAMPLES.parent / said[1]).is_file()
+
+
+def test_make_demo_says_first_what_it_installs_and_needs_no_torchao(tmp_path):
+    def commands(target):
+        """What make would run in a fresh clone."""
+        return subprocess.run(["make", "-n", target, f"VENV={tmp_path / 'venv'}"], cwd=EXAMPLES.parent, capture_output=True, text=True,
+                              check=True).stdout
+
+    demo = commands("demo")
+    assert demo.index("takes some minutes") < demo.index("pip install")
+    assert ".[triton,pipelines,plot]" in demo and "dev]" not in demo and "dev]" in commands("lint")
 
 
 def test_the_large_sizes_way_through_the_demo(demo, tmp_path, monkeypatch):

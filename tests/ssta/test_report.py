@@ -253,6 +253,19 @@ def test_selection_shows_what_was_selected(report, tmp_path):
     assert {"the query tile", "near (window)"} <= set(labels)
 
 
+def test_pictures_call_estimated_tiles_estimated():
+    q, k, _ = qkv(4 * 4 * 8 + 5, heads=2)
+    report = explain(q, k, (4, 4, 8), text_len=5, tile_thw=(2, 2, 4), kernel_thw=(1, 1, 1), sparse_type="block_attn", topk=2,
+                     compensation="linear")
+    figure, mask = plot_selection(report), plot_block_mask(report)
+    assert "One query tile: 2 of the video's 8 tiles and the text are computed exactly; 6 tiles are estimated" in figure.get_suptitle()
+    assert sum(len(artists(axes, "estimated")) for axes in figure.axes) == 2 * 6, "two frames show each tile"
+    assert "computes exactly: " in mask.axes[0].get_title()
+    for picture in (figure, mask):
+        labels = [text.get_text() for text in picture.legends[0].get_texts()]
+        assert "estimated" in labels and "not attended to" not in labels
+
+
 def test_of_a_long_video_one_frame_of_each_layer_of_tiles_is_shown():
     q, k, _ = qkv(9 * 2 * 2)
     figure = plot_selection(explain(q, k, (9, 2, 2), tile_thw=(4, 2, 2), topk=1))
