@@ -1,4 +1,4 @@
-"""ForwardArguments: a forward's arguments by name, also where a model's own forward only hands them on to another one."""
+"""ArgumentNames: a forward's arguments by name, also where a model's own forward only hands them on to another one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _POSITIONAL = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
 _PASSED_ON = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 
-class ForwardArguments:
+class ArgumentNames:
     """Names the arguments of a model's forwards, and requires those that its family's canvas follows from.
 
     A forward with ``*args`` or ``**kwargs`` is taken to hand these on to the next one: first the instance's own, then that of its class and

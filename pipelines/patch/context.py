@@ -17,7 +17,7 @@ from ssta.kernels.notices import warn_once
 from ..ranks.parallel import Parallelism, agree
 from ..schedule.progress import Progress, Step
 from ..schedule.schedule import Schedule
-from .arguments import ForwardArguments
+from .arguments import ArgumentNames
 from .call import CallState
 from .family import Family
 
@@ -70,7 +70,7 @@ class ModelContext:
     """
 
     def __init__(self, model: nn.Module, family: Family, config: SSTAConfig, schedule: Schedule, progress: Progress, impl: str) -> None:
-        self._arguments = ForwardArguments(model, family.model, family.canvas)
+        self._names = ArgumentNames(model, family.model, family.canvas)
         self.family = family
         self.config = config
         self.schedule = schedule
@@ -132,7 +132,7 @@ class ModelContext:
 
     def capture(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of the transformer: takes the canvas from the call, and finds the step."""
-        arguments = self._arguments.by_name(args, kwargs)
+        arguments = self._names.by_name(args, kwargs)
         schedule, thw = self.schedule, self.family.canvas(model, arguments)
         if not isinstance(thw, (tuple, list)) or len(thw) != 3:
             raise TypeError(f"{self.family.model}'s Family.canvas must return (t, h, w), got {thw!r}")
