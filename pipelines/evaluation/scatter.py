@@ -68,7 +68,7 @@ def plot_evaluation(evaluation: Evaluation, path: str | Path | None = None) -> F
 
 
 def _leave_out(axes: Axes, points: Sequence[float], floors: Sequence[tuple[float, str, str]]) -> None:
-    """Ends the axis before floors (value, name, colour) that are further from the points than twice what these span."""
+    """Ends the axis before floors (value, name, colour) whose distance from the points is more than twice the points' span."""
     low, high = min(points), max(points)
     span = max(high - low, 0.1 * abs(high))
     far = [floor for floor in floors if not low - 2 * span <= floor[0] <= high + 2 * span]

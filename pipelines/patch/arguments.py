@@ -15,10 +15,10 @@ _PASSED_ON = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 
 class ArgumentNames:
-    """Names the arguments of a model's forwards, and requires those that its family's canvas follows from.
+    """Names the arguments of a model's forwards, and requires the ones that its family's canvas reads.
 
-    A forward with ``*args`` or ``**kwargs`` is taken to hand these on to the next one: first the instance's own, then that of its class and
-    of each base class. Names that no forward has pass, for a wrapper may take more than the model does.
+    A forward with ``*args`` or ``**kwargs`` hands these on to the next one. The first is the instance's, the next is its class's, and each
+    base class comes after it. Names that no forward has pass, because a wrapper may take more than the model does.
 
     Args:
         model: the transformer.
@@ -26,7 +26,7 @@ class ArgumentNames:
         canvas: the family's function.
 
     Raises:
-        ValueError: no forward takes what the canvas follows from.
+        ValueError: no forward takes an argument that the canvas reads.
     """
 
     def __init__(self, model: nn.Module, family: str, canvas: Callable[[Any, Mapping[str, Any]], Any]) -> None:
@@ -62,7 +62,7 @@ class ArgumentNames:
         """The arguments of a call.
 
         Raises:
-            TypeError: one that the canvas follows from is missing.
+            TypeError: an argument that the canvas reads is missing.
         """
         arguments = {**dict(zip(self._positions, args)), **kwargs}
         for name in self._required:
@@ -73,7 +73,7 @@ class ArgumentNames:
 
 
 class _Asked(dict):
-    """No arguments, and which ones a function asks for: those that it must have, and those that may be left out."""
+    """No arguments, and the names that a function asks for: required names, and optional ones."""
 
     def __init__(self) -> None:
         super().__init__()

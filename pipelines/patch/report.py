@@ -104,7 +104,7 @@ def _mean_density(run: LayerRun) -> float:
     return (run.dense_steps + (run.steps - run.dense_steps) * run.density) / run.steps
 
 
-# What columns mean that a name does not say.
+# The meaning of columns, below the table.
 _LEGEND = {"density": "share of the pairs of a layer's tiles that is computed exactly, conditions included",
            "exact mass": "share of the softmax that is computed exactly, the rest being estimated: mean / 5th percentile / worst head",
            "no estimate": "heads that look at single tokens; tiles that they do not compute are dropped"}
@@ -113,7 +113,7 @@ _OPTIONAL = ("exact mass", "no estimate", "exchange, ms")
 
 
 def _reasons(runs: Sequence[LayerRun]) -> list[str]:
-    """Why nothing faster ran, each reason once, with all that it kept away."""
+    """Why nothing faster ran: each reason once, with the names of the implementations."""
     kept: dict[tuple[str, str], dict[str, None]] = {}
     for run in runs:
         for reason in run.explanation:

@@ -90,8 +90,8 @@ def at_density(config: SSTAConfig, density: float) -> SSTAConfig:
 
 def warn_of_what_is_dropped(model: str, config: SSTAConfig, default: Any, published: Sequence[SSTAConfig] = (), argument: str = "config"
                             ) -> None:
-    """Says, once for each kind of ``model`` and once for its layers, that the configuration in ``argument``, which is none of the
-    ``published`` ones, has no estimate where the model's default has one."""
+    """Says that a configuration has no estimate where the model's default has one: once for each kind of ``model``, and once for its layers.
+    The ``published`` configurations mean it."""
     if config.compensation != "none" or getattr(default, "compensation", "none") == "none" or config in published:
         return
     whole = argument == "config"

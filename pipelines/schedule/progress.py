@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ssta.kernels.notices import warn_once
 
-# So many forwards a step is all that guidance takes: with the prompt, without, and perturbed in two ways.
+# Guidance takes at most so many forwards a step: with the prompt, without it, and perturbed in two ways.
 _GUIDED = 4
 
 
@@ -123,8 +123,8 @@ class Progress:
         return index, len(timesteps)
 
     def _watch(self, moved: bool, count: int) -> None:
-        """Says once that a scheduler seems to be stepped by nobody: several forwards, more than guidance takes for a step, found it before
-        its first step. Generations of one step, after which nobody asks, say nothing."""
+        """Says once that a scheduler does not move: more forwards than guidance takes found it before its first step. Generations of one
+        step are not counted, because no forward follows their step."""
         with self._lock:
             self._waited = 0 if moved or count < 2 else self._waited + 1
             waited = self._waited

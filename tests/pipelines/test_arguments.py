@@ -1,4 +1,4 @@
-"""A forward's arguments by name: through subclasses and wrappers that only hand them on, and what is said where none of them fits."""
+"""A forward's arguments by name: through subclasses and wrappers that only hand them on, and the errors where no name fits."""
 
 from __future__ import annotations
 

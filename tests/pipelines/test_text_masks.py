@@ -1,4 +1,4 @@
-"""What stock processors take, SSTA takes: arguments of batch 1 beside a larger batch, and text whose valid tokens are anywhere."""
+"""SSTA takes the inputs of stock processors: arguments of batch 1 beside a larger batch, and text whose valid tokens are anywhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def without(call: dict, *names: str) -> dict:
 
 @pytest.mark.parametrize("name", TINY)
 def test_an_argument_of_batch_1_is_broadcast_as_the_stock_model_does(name):
-    """Each tensor by itself, and the text with all that belongs to it, wherever the stock model takes them."""
+    """Each tensor by itself, and the text with its mask, if the stock model takes them."""
     tiny = TINY[name]
     model, call = tiny.build(layers=2).to(tiny.dtype), cast(tiny.call(CANVAS, (3, 6)), tiny.dtype)
     batched = [key for key, x in call.items() if isinstance(x, Tensor) and len(x) == 2]

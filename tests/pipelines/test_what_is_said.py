@@ -1,4 +1,4 @@
-"""What somebody is told whose call means something else than it says: words by apply_ssta, by its handle, and at a forward."""
+"""Warnings and errors for calls that mean something else than they say: by apply_ssta, by its handle, and at a forward."""
 
 from __future__ import annotations
 
