@@ -37,8 +37,9 @@ TENSORS = ("out", "dq", "dk", "dv")
 def main(arguments: list[str] | None = None) -> int:
     """Prints the text; 1 if the self-check failed, else 0."""
     parser = argparse.ArgumentParser(prog="python -m ssta.pipelines.doctor", description=__doc__)
-    parser.add_argument("--model", metavar="NAME", help="also measure what this model would gain on this GPU: wan-14b (as large "
-                                                        "as each transformer of Wan 2.2 A14B), wan-1.3b, hunyuan-video-1.5 or ltx; random weights, nothing is downloaded")
+    parser.add_argument("--model", metavar="NAME", help="also measure what this model would gain on this GPU: wan-14b (as large as each "
+                                                        "transformer of Wan 2.2 A14B), wan-1.3b, hunyuan-video-1.5 or ltx; random weights, "
+                                                        "nothing is downloaded")
     parser.add_argument("--size", metavar="FxHxW", help="of its video in frames and pixels, such as 81x480x832; default the model's")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

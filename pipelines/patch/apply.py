@@ -95,7 +95,7 @@ def apply_ssta(
     pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
     progress = Progress(pipeline, scheduler)
     found = transformers_of(model)
-    plans = []
+    plans: list[tuple] = []
     for name, module in found:
         own = None if schedule is None else schedule.for_transformer(name, [other for other, _ in found])
         plans.append((name, module, *_plan(module, config, changes, own, preset, progress, impl, check_ranks), {}))
@@ -238,7 +238,7 @@ def _plan(
     family = family_of(model)
     require_bare(model)
     sites = sites_of(family, model)
-    of_layers = {} if schedule is None else {f"layer_configs[{layer!r}]": own for layer, own in schedule.layer_configs}
+    of_layers = {} if schedule is None else {f"layer_configs[{layer!r}]": own for layer, own in dict(schedule.layer_configs).items()}
     for argument, own in {"config": config, **of_layers}.items():
         if own is not None:
             warn_of_what_is_dropped(family.model, own, family.default_config(), [make()[0] for make in family.presets.values()], argument)

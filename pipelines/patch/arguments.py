@@ -54,9 +54,9 @@ class ArgumentNames:
         if not self._required and not takes.intersection(asked.optional):
             missing = asked.optional
         if missing and not by_name:
-            raise ValueError(f"{type(model).__name__}.forward must take {' or '.join(missing)}, from which SSTA takes the canvas of {family}"
-                             f", got a forward that takes {', '.join(sorted(takes)) or 'nothing'}; a forward that hands its arguments on as "
-                             "*args and **kwargs will do")
+            raise ValueError(f"{type(model).__name__}.forward must take {' or '.join(missing)}, from which SSTA takes the canvas of "
+                             f"{family}, got a forward that takes {', '.join(sorted(takes)) or 'nothing'}; a forward that hands its "
+                             "arguments on as *args and **kwargs will do")
 
     def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call.
@@ -67,8 +67,8 @@ class ArgumentNames:
         arguments = {**dict(zip(self._positions, args)), **kwargs}
         for name in self._required:
             if name not in arguments:
-                raise TypeError(f"{self._family} must be called with {name}, from which SSTA takes the canvas, by keyword where its forward "
-                                f"does not name it, got {', '.join(arguments) or 'no argument that has a name'}")
+                raise TypeError(f"{self._family} must be called with {name}, from which SSTA takes the canvas, by keyword where its "
+                                f"forward does not name it, got {', '.join(arguments) or 'no argument that has a name'}")
         return arguments
 
 

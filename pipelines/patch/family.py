@@ -204,8 +204,8 @@ def family_of(model: nn.Module) -> Family:
     if found is not None:
         return found
     if hasattr(model, "get_base_model"):
-        raise ValueError(f"model must be the transformer itself, got it wrapped in {type(model).__name__}; give model.get_base_model(), whose "
-                         "adapters stay in it")
+        raise ValueError(f"model must be the transformer itself, got it wrapped in {type(model).__name__}; give model.get_base_model(), "
+                         "whose adapters stay in it")
     if hasattr(model, "_orig_mod") or hasattr(model, "module"):
         raise ValueError(f"model must be the transformer itself, got it wrapped in {type(model).__name__}; apply SSTA before wrapping")
     raise ValueError(f"model must be one of {', '.join(supported_models())}, got {type(model).__name__}; register_family adds others, and "

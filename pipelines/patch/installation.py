@@ -159,8 +159,8 @@ def _warn_of_replaced(context: ModelContext, modules: list[Any]) -> None:
     replaced = [module.processor for module in modules if getattr(module.processor, "context", None) is not context]
     if replaced:
         warn_once(f"processors of {context.family.model}, {len(replaced)}",
-                  f"{len(replaced)} of {len(modules)} self-attentions of {context.family.model} run without SSTA: since apply_ssta they have "
-                  f"{type(replaced[0]).__name__} in the place of its processor. fuse_qkv_projections and set_attn_processor exchange "
+                  f"{len(replaced)} of {len(modules)} self-attentions of {context.family.model} run without SSTA: since apply_ssta they "
+                  f"have {type(replaced[0]).__name__} in the place of its processor. fuse_qkv_projections and set_attn_processor exchange "
                   "processors, so call them before apply_ssta; handle.remove() leaves theirs in place")
 
 

@@ -148,8 +148,8 @@ class SSTAProcessor:
                 warn_of_the_window(self.context.family.model, config, thw)
             if counted and others > math.prod(thw):
                 model, canvas = self.context.family.model, " x ".join(map(str, thw))
-                warn_once(f"canvas of {model}", f"{others:,} tokens of {model} stand beside its canvas of {canvas}, more than that has, and "
-                          "attend densely: if they are the video's, Family.canvas is too small")
+                warn_once(f"canvas of {model}", f"{others:,} tokens of {model} stand beside its canvas of {canvas}, more than that has, "
+                          "and attend densely: if they are the video's, Family.canvas is too small")
         return layout
 
     @property

@@ -146,8 +146,8 @@ def set_density(handle: SSTAHandle, density: float) -> None:
                              f"{name or type(module).__name__}")
         plans.append((context, own, changed(context.config, density=density)))
         if context.schedule.densities and density < DENSE_FROM:
-            warn_once(f"density of {context.family.model}", "set_density changes nothing in generations whose schedule has a density for each "
-                      f"step, got {density} beside densities = {context.schedule.densities}")
+            warn_once(f"density of {context.family.model}", "set_density changes nothing in generations whose schedule has a density for "
+                      f"each step, got {density} beside densities = {context.schedule.densities}")
     for context, own, config in plans:
         context.config, context.wholly_dense = config, density >= DENSE_FROM and context.method is None
         for processor in own:

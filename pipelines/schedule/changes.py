@@ -90,28 +90,28 @@ def at_density(config: SSTAConfig, density: float) -> SSTAConfig:
 
 def warn_of_what_is_dropped(model: str, config: SSTAConfig, default: Any, published: Sequence[SSTAConfig] = (), argument: str = "config"
                             ) -> None:
-    """Says that a configuration has no estimate where the model's default has one: once for each kind of ``model``, and once for its layers.
-    The ``published`` configurations mean it."""
+    """Says that a configuration has no estimate where the model's default has one: once for each kind of ``model``, and once for its
+    layers. The ``published`` configurations mean it."""
     if config.compensation != "none" or getattr(default, "compensation", "none") == "none" or config in published:
         return
     whole = argument == "config"
     how = ("give fields by keyword, such as density=0.2, in place of a config" if whole else
            "change the default's fields, as in dataclasses.replace(handle.config, density=0.2) with a handle of the model by default")
     warn_once(f"estimate of {'' if whole else 'layers of '}{model}",
-              f"{'' if whole else f'{argument}: its '}config drops the tiles that it does not compute (compensation='none'), where the default "
-              f"of {model} estimates them, for weights that were not trained with SSTA. To change the default and keep the rest of it, {how}; "
-              "to estimate with a configuration of your own, SSTAConfig(compensation='linear', ...); to drop, keep the first steps dense: "
-              "schedule=Schedule.warm_up()")
+              f"{'' if whole else f'{argument}: its '}config drops the tiles that it does not compute (compensation='none'), where the "
+              f"default of {model} estimates them, for weights that were not trained with SSTA. To change the default and keep the rest of "
+              f"it, {how}; to estimate with a configuration of your own, SSTAConfig(compensation='linear', ...); to drop, keep the first "
+              "steps dense: schedule=Schedule.warm_up()")
 
 
 def warn_of_dense_layers(model: str, schedule: Schedule | None, default: Any, layers: int) -> None:
-    """Says, once for each kind of ``model``, that a schedule of one's own keeps no layer dense where the ``default`` does; and where nothing
-    was given, that the default keeps all ``layers`` dense. ``Schedule()``, which keeps nothing, and one that keeps all steps mean it."""
+    """Says, once for each kind of ``model``, that a schedule of one's own keeps no layer dense where the ``default`` does. Without a
+    schedule, that the default keeps all ``layers`` dense. ``Schedule()``, and a schedule that keeps all steps dense, mean it."""
     dense = getattr(default, "dense_layers", ())
     if schedule is None:
         if layers == len(dense):
-            warn_once(f"dense layers of {model}", f"{model} stays dense as a whole: by default dense_layers = {dense}, which are all layers "
-                      "that it has; give schedule=Schedule() to keep none dense")
+            warn_once(f"dense layers of {model}", f"{model} stays dense as a whole: by default dense_layers = {dense}, which are all "
+                      "layers that it has; give schedule=Schedule() to keep none dense")
     elif dense and not schedule.dense_layers and schedule != Schedule() and schedule.dense_steps < 1:
         warn_once(f"dense layers of {model}", f"schedule keeps no layer dense, where the default of {model} keeps dense_layers = "
                   f"{dense}; a schedule takes the default's place as a whole, so give dense_layers={dense} too, unless no layer is to be "

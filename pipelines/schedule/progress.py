@@ -146,7 +146,7 @@ def _place_in_a_copy(current: Tensor, timesteps: Tensor) -> int | None:
     """The same where a pipeline iterates over timesteps that the scheduler has made anew since (Allegro's), as many as there were."""
     if is_fake(current) or current.untyped_storage().nbytes() != len(timesteps) * current.element_size():
         return None
-    return current.storage_offset()
+    return int(current.storage_offset())
 
 
 def _row(current: Tensor) -> tuple[int, int] | None:

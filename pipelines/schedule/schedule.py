@@ -116,10 +116,11 @@ class Schedule:
         def own(layer: int | str) -> int | str:
             return layer if under(layer) is None else str(layer).removeprefix(f"{name}.")
 
-        if not any([under(layer) for layer in (*self.dense_layers, *dict(self.layer_configs))]):
+        configs = dict(self.layer_configs)
+        if not any([under(layer) for layer in (*self.dense_layers, *configs)]):
             return self
         return replace(self, dense_layers=tuple([own(layer) for layer in self.dense_layers if under(layer) in (None, name)]),
-                       layer_configs=tuple([(own(layer), config) for layer, config in self.layer_configs if under(layer) in (None, name)]))
+                       layer_configs=tuple([(own(layer), config) for layer, config in configs.items() if under(layer) in (None, name)]))
 
     def for_layers(self, names: Sequence[str], config: SSTAConfig) -> list[SSTAConfig | None]:
         """What each of the layers ``names`` uses: its configuration, ``config`` where it has none of its own, None where it is dense.

@@ -256,7 +256,7 @@ def test_a_canvas_that_is_too_small_is_told(monkeypatch):
                            default_schedule=Schedule))
     with apply_ssta(model := ToyTransformer()):
         model(torch.randn(1, 16, 2, 6, 4))
-        with pytest.warns(RuntimeWarning, match="168 tokens of ToyTransformer stand beside its canvas of 2 x 3 x 4, .* Family.canvas is too small"):
+        with pytest.warns(RuntimeWarning, match="168 tokens of Toy.* beside its canvas of 2 x 3 x 4, .* Family.canvas is too small"):
             model(torch.randn(1, 16, 4, 6, 8))
 
 

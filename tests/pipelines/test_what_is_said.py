@@ -118,7 +118,8 @@ def test_layers_that_neither_transformer_has(layers, message):
 
 
 @pytest.mark.parametrize("options, question", [
-    (dict(sparsity=0.8), "did you mean density=0.2, which is 1 - sparsity"), (dict(sparsity="high"), "did you mean density, which is 1 - sparsity"),
+    (dict(sparsity=0.8), "did you mean density=0.2, which is 1 - sparsity"),
+    (dict(sparsity="high"), "did you mean density, which is 1 - sparsity"),
     (dict(densty=0.3), "did you mean density"), (dict(compensation_part=1), "did you mean compensation_parts"),
     (dict(dense_steps=0.1), r"did you mean schedule=Schedule\(dense_steps=0.1, dense_layers=\(0,\)\)"),
     (dict(dense_layers=(0, 1)), r"did you mean schedule=Schedule\(dense_layers=\(0, 1\)\)")])
