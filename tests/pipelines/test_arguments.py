@@ -9,6 +9,8 @@ from tiny_models import TINY, run
 from torch import nn
 
 from ssta.pipelines import Schedule, apply_ssta
+from ssta.pipelines.patch.arguments import ArgumentNames
+from ssta.pipelines.patch.canvas import from_bcfhw
 
 # The refiner is called with a cache of two layers.
 LAYERS = {name: 2 if name.startswith("sana_wm") else 1 for name in TINY}
@@ -75,3 +77,15 @@ def test_names_of_one_s_own_are_refused_with_what_ssta_looks_for(name, names):
                                          "that takes at, latents, text; "):
         apply_ssta(model, SPARSE)
     assert not model._forward_pre_hooks and not any("ssta" in key for key in vars(model))
+
+
+def test_positions_go_on_where_the_outer_forward_ends():
+    model = TINY["wan"].build(layers=1)
+
+    class TakesMore(type(model)):
+        def forward(self, label, hidden_states, *args, **kwargs):
+            return super().forward(hidden_states, *args, **kwargs)
+
+    model.__class__ = TakesMore
+    names = ArgumentNames(model, "WanTransformer3DModel", from_bcfhw)
+    assert names.by_name(("mine", 1, 2, 3), {"more": 4}) == dict(label="mine", hidden_states=1, timestep=2, encoder_hidden_states=3, more=4)
