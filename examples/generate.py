@@ -128,8 +128,10 @@ def parse(example: Example, about: str, arguments: list[str] | None, way: Way) -
         default = example.call.get(name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, help=f"{what}{f'; {default} if left out' if default else ''}")
     parser.add_argument("--seed", type=int, default=0, help="of the noise; %(default)s if left out")
-    parser.add_argument("--preset", help="near, balanced or fast, or one for weights that were trained with SSTA; the family's if left out")
-    parser.add_argument("--topk", type=int, help="tiles that each tile selects besides its neighbours; the family's if left out")
+    parser.add_argument("--preset", help="near, balanced, fast, '8 steps' or '4 steps', or one for weights that were trained with SSTA, "
+                                         "such as hunyuan_video_15_sparse; balanced if left out")
+    parser.add_argument("--topk", type=int, help="tiles that each tile computes exactly, besides its window if the family has one, in "
+                                                 "place of a density")
     parser.add_argument("--density", type=float, help="share of the video's tile pairs to compute exactly, in place of --topk")
     parser.add_argument("--pad-type", choices=("none", "zero", "repeat"), help="what happens to partial tiles; the family's if left out")
     parser.add_argument("--dense-steps", type=float, help="the first fraction of the steps, which stays dense; the family's if left out")

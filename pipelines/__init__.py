@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .patch.family import register_family as register_family
     from .patch.family import stack_sites as stack_sites
     from .patch.family import supported_models as supported_models
+    from .patch.family import unregister_family as unregister_family
     from .patch.processor import SSTAProcessor as SSTAProcessor
     from .patch.report import LayerRun as LayerRun
     from .patch.report import RunReport as RunReport

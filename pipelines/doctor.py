@@ -37,8 +37,9 @@ TENSORS = ("out", "dq", "dk", "dv")
 def main(arguments: list[str] | None = None) -> int:
     """Prints the text; 1 if the self-check failed, else 0."""
     parser = argparse.ArgumentParser(prog="python -m ssta.pipelines.doctor", description=__doc__)
-    parser.add_argument("--model", metavar="NAME", help="also measure what this model would gain on this GPU: wan-14b, wan-1.3b, "
-                                                        "hunyuan-video-1.5 or ltx; random weights, nothing is downloaded")
+    parser.add_argument("--model", metavar="NAME", help="also measure what this model would gain on this GPU: wan-14b (as large as each "
+                                                        "transformer of Wan 2.2 A14B), wan-1.3b, hunyuan-video-1.5 or ltx; random weights, "
+                                                        "nothing is downloaded")
     parser.add_argument("--size", metavar="FxHxW", help="of its video in frames and pixels, such as 81x480x832; default the model's")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -177,7 +178,7 @@ def _asked(model: str | None, size: str | None) -> tuple[Published, Canvas] | No
 
 @torch.no_grad()
 def gain(of: Published, thw: Canvas, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Seconds of a step, dense and by default, reckoned from one block that is measured here."""
+    """Seconds of a step and of a generation, dense and by default, reckoned from one block that is measured here."""
     from .patch.apply import apply_ssta
     from .published import blocks_of
 
@@ -195,7 +196,8 @@ def gain(of: Published, thw: Canvas, device: torch.device, dtype: torch.dtype) -
     return [f"gain: {of.model} at {' x '.join(map(str, thw))} tokens, {of.depth} blocks, random weights, nothing compiled, from one block "
             "measured here; dense is exact attention by the fastest kernel here",
             f"  a step of one prompt, density {small_tiles().density}: dense {step['dense']:.3g} s, SSTA by default "
-            f"{step['sparse']:.3g} s, {step['dense'] / step['sparse']:.2f} x"]
+            f"{step['sparse']:.3g} s, {step['dense'] / step['sparse']:.2f} x; a generation of {of.steps} steps with guidance, two prompts "
+            f"each, without text encoder and VAE: dense {2 * of.steps * step['dense']:.3g} s, SSTA {2 * of.steps * step['sparse']:.3g} s"]
 
 
 def _times(model: torch.nn.Module, call: dict[str, Any], block: torch.nn.Module, device: torch.device) -> tuple[float, float]:

@@ -30,6 +30,7 @@ class Published:
         depth: blocks of the published model.
         inputs: (thw, random) -> the forward's arguments, timestep aside.
         scale: frames, rows and columns of pixels that become one token.
+        steps: of a generation, as the pipeline has them by default; each takes a forward with the prompt and one without.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Published:
     depth: int
     inputs: Callable[[Canvas, Random], dict]
     scale: Canvas = (4, 16, 16)
+    steps: int = 50
 
     def canvas(self, frames: int, height: int, width: int) -> Canvas:
         """The canvas in tokens of a video of so many frames and pixels, whose first frame is a latent frame of its own.

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from diffusers import DiffusionPipeline
 
+from ..schedule.presets import OWN_PRESETS, PRESETS
 from .comparison import compare
 from .configurations import Configuration, dense, parse_configuration, read
 from .quality import require_video_writer
@@ -140,8 +141,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ssta.pipelines.evaluation.compare", description=__doc__)
     parser.add_argument("model", help="a diffusers pipeline with a supported transformer: a repository's name or a folder")
     parser.add_argument("--config", action="append", default=[], metavar="FIELDS",
-                        help="'default', 'stock' (without SSTA), a preset's name, or what differs from the default or a preset, such as "
-                             "density=0.2,tile_thw=4x8x8,dense_steps=0.1 or fast,dense_steps=0; give it several times; default: default")
+                        help=f"'default', 'stock' (without SSTA), a preset ({', '.join(map(repr, (*PRESETS, *OWN_PRESETS)))}), or what "
+                             "differs from the default or a preset, such as density=0.2,tile_thw=4x8x8,dense_steps=0.1 or "
+                             "fast,dense_steps=0; give it several times; default: default")
     parser.add_argument("--floor", default="stock", metavar="BACKEND",
                         help="dense again by other kernels, the noise floor: 'stock' (diffusers' own), one of diffusers' attention "
                              "backends such as _native_cudnn, stock@BACKEND, one of the library's implementations such as triton, or "

@@ -18,6 +18,10 @@ class JointSSTAProcessor(SSTAProcessor):
     """
 
     norms = {**SSTAProcessor.norms, RMSNorm: True}
+    # Whether the model itself puts valid conditions first; where not, they are put first for attention, and back after it.
+    valid_first = True
+    # Whether they stay where attention had them.
+    stays_first = False
 
     def __call__(
         self,
@@ -28,10 +32,20 @@ class JointSSTAProcessor(SSTAProcessor):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states ``[B, t*h*w, C]``, encoder_hidden_states ``[B, L, C]``, attention_mask ``[B, L]`` over the conditions or
-        ``[B, 1, 1, t*h*w + L]`` over all keys, nonzero = valid, with the valid conditions first."""
+        ``[B, 1, 1, t*h*w + L]`` over all keys, or the same of batch 1; nonzero = valid."""
         video_len = hidden_states.shape[1]
         after = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
         layout = self.around(video_len + after, before=self.context.call.before, after=after)
+        valid, order = None, None
+        if attention_mask is not None and layout.dense:
+            # Over the whole sequence, of which `hidden_states` may be a rank's share.
+            valid = attention_mask[:, 0, 0, layout.length - after:] if attention_mask.dim() == 4 else attention_mask
+            # Mochi's is of the activations' dtype.
+            valid = valid.bool().expand(len(hidden_states), -1)
+        if valid is not None and encoder_hidden_states is not None and not self.valid_first:
+            # By a sort on the device, because asking whether it is needed would wait for the device.
+            order = valid.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+            valid, encoder_hidden_states = valid.gather(1, order), torch.take_along_dim(encoder_hidden_states, order[..., None], 1)
         # Mochi's are each head's own, EasyAnimate's are on the CPU.
         angles = None if image_rotary_emb is None else tuple(
             (of if of.dim() == 3 else of[:, None]).to(hidden_states.device, non_blocking=True) for of in image_rotary_emb)
@@ -48,16 +62,13 @@ class JointSSTAProcessor(SSTAProcessor):
             values.append(Stream(later(attn.add_v_proj, encoder_hidden_states)))
         query, key, value = self.joined(queries, keys, values, layout, heads=attn.heads)
 
-        if attention_mask is not None and attention_mask.dim() == 4:
-            # Over the whole sequence, of which `hidden_states` may be a rank's share.
-            attention_mask = attention_mask[:, 0, 0, layout.length - after:]
-        # Mochi's is of the activations' dtype.
-        valid = attention_mask.bool() if attention_mask is not None and layout.dense else None
         out = self.attend(query, key, value, layout, text_mask=valid)
         out = out.flatten(2, 3).to(query.dtype)
         if encoder_hidden_states is None:
             return out, None
         video, conditions = out[:, :video_len], out[:, video_len:]
+        if order is not None and not self.stays_first:
+            conditions = torch.take_along_dim(conditions, order.argsort(dim=1)[..., None], 1)
         if getattr(attn, "to_out", None) is not None:
             video = attn.to_out[1](attn.to_out[0](video))
         if getattr(attn, "to_add_out", None) is not None:

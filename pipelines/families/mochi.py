@@ -16,9 +16,11 @@ from .joint import JointSSTAProcessor
 
 class MochiSSTAProcessor(JointSSTAProcessor):
     """Attends as ``MochiAttnProcessor2_0`` does, to selected tiles only, for the whole batch at once and without waiting for the device to
-    say which text is valid. Rows of invalid text are zero before their projection, as there."""
+    say which text is valid. Rows of invalid text are zero before their projection, as there; and where valid text is not first, its rows
+    come out first, as there too."""
 
     norms = {**SSTAProcessor.norms, MochiRMSNorm: False}
+    valid_first, stays_first = False, True
 
 
 _SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1", stock=MochiAttnProcessor2_0, replacement=MochiSSTAProcessor)

@@ -16,6 +16,12 @@ from ..ranks.split import Split, SplitPlan, gathered, split, split_outputs
 from .joint import JointSSTAProcessor
 
 
+class MotifVideoSSTAProcessor(JointSSTAProcessor):
+    """Attends as ``MotifVideoAttnProcessor2_0`` does, which takes any mask, to selected tiles only."""
+
+    valid_first = False
+
+
 class MotifVideoDecoderSSTAProcessor(JointSSTAProcessor):
     """What stands in the conditions' place is a second video of the same canvas, split over ranks by itself."""
 
@@ -27,9 +33,9 @@ class MotifVideoDecoderSSTAProcessor(JointSSTAProcessor):
 
 def _sites(model: nn.Module) -> Iterator[Site]:
     encoding = len(model.single_transformer_blocks) - model.num_decoder_layers
-    yield from stack_sites(model, "transformer_blocks", "attn", MotifVideoAttnProcessor2_0, JointSSTAProcessor)
+    yield from stack_sites(model, "transformer_blocks", "attn", MotifVideoAttnProcessor2_0, MotifVideoSSTAProcessor)
     singles = model, "single_transformer_blocks", "attn", MotifVideoAttnProcessor2_0
-    yield from islice(stack_sites(*singles, JointSSTAProcessor), encoding)
+    yield from islice(stack_sites(*singles, MotifVideoSSTAProcessor), encoding)
     yield from islice(stack_sites(*singles, MotifVideoDecoderSSTAProcessor), encoding, None)
 
 

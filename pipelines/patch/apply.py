@@ -12,7 +12,7 @@ from ssta import SSTAConfig
 from ssta.kernels.checks import require_bool
 from ssta.kernels.routing import require_impl
 
-from ..schedule.changes import changed, require_changes, warn_of_what_is_dropped
+from ..schedule.changes import changed, require_changes, warn_of_dense_layers, warn_of_what_is_dropped
 from ..schedule.progress import Progress
 from ..schedule.schedule import Schedule
 from .context import ModelContext
@@ -51,14 +51,15 @@ def apply_ssta(
             preset.
         changes: any other fields of ``SSTAConfig``, such as ``compensation_parts=1`` or ``tile_thw=(4, 8, 8)``: they change those of the
             family's default or of the preset, on every canvas. What they leave no room for goes: ``topk`` takes the place of the density.
-        schedule: which steps and layers stay dense; default the preset's or the family's, which is the first layer.
+        schedule: which steps and layers stay dense; default the preset's or the family's, which is the first layer. It takes nothing over
+            from that default: without ``dense_layers`` no layer stays dense.
         preset: the name of a configuration and a schedule: ``"near"`` the dense video, ``"balanced"``, ``"fast"``, ``"8 steps"`` or
             ``"4 steps"``, for every family's densely trained weights (``pipelines/schedule/presets.py`` has their settings and reasons);
             or one for weights that were trained with SSTA: ``"hunyuan_video_15_sparse"`` for the sparse checkpoint of HunyuanVideo 1.5,
             which has nothing dense.
         scheduler: the diffusers scheduler that counts the steps; default the pipeline's, also if it is exchanged later.
         impl: which kernel runs: "auto", or a name that ``block_sparse_attention`` takes. Whether it can run is checked when attention does,
-            for a model may still move to another device; so a model on the meta device is taken too.
+            for a model may still move to another device, as offloading moves it; so a model on the meta device is taken too.
         check_ranks: on several ranks, compare canvas, step, settings and inputs of all of them at the beginning of each generation, and
             raise where they differ: other prompts, noise or settings give a wrong video without an error. It waits for the device.
 
@@ -93,8 +94,12 @@ def apply_ssta(
     # Everything is checked before anything is installed.
     pipeline = model if not isinstance(model, nn.Module) and hasattr(model, "scheduler") else None
     progress = Progress(pipeline, scheduler)
-    return install_all([(name, module, *_plan(module, config, changes, schedule, preset, progress, impl, check_ranks), {})
-                        for name, module in transformers_of(model)])
+    found = transformers_of(model)
+    plans: list[tuple] = []
+    for name, module in found:
+        own = None if schedule is None else schedule.for_transformer(name, [other for other, _ in found])
+        plans.append((name, module, *_plan(module, config, changes, own, preset, progress, impl, check_ranks), {}))
+    return install_all(plans)
 
 
 def install_all(
@@ -134,6 +139,10 @@ class SSTAHandle:
     def __init__(self, installed: list[tuple[str, nn.Module, Installation]]) -> None:
         self._installed = installed
 
+    def __repr__(self) -> str:
+        still = self._still_applied()
+        return f"SSTAHandle({'; '.join([_described(*entry) for entry in still]) if still else 'removed'})"
+
     @property
     def config(self) -> SSTAConfig:
         """The configuration in use; of the first transformer where a pipeline has two."""
@@ -143,6 +152,16 @@ class SSTAHandle:
     def schedule(self) -> Schedule:
         """The schedule in use; of the first transformer where a pipeline has two."""
         return self._installed[0][2].context.schedule
+
+    @property
+    def configs(self) -> dict[str, SSTAConfig]:
+        """Each transformer's configuration, by the transformer's name in the pipeline; by "" for a transformer without one."""
+        return {name: installation.context.config for name, _, installation in self._installed}
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """Each transformer's schedule, as ``configs``, with the layers of that transformer alone."""
+        return {name: installation.context.schedule for name, _, installation in self._installed}
 
     @property
     def active(self) -> bool:
@@ -166,26 +185,27 @@ class SSTAHandle:
         return [(name, module, own.context, own.processors(module)) for name, module, own in self._still_applied()]
 
     def remove(self) -> None:
-        """Undoes the ``apply_ssta`` call that returned this handle.
-
-        Raises:
-            ValueError: it was undone before.
-        """
-        still = self._still_applied()
-        if not still:
-            raise ValueError("SSTA must still be applied before the handle can remove it, got a handle that was removed before")
-        for _, module, _ in still:
+        """Undoes the ``apply_ssta`` call that returned this handle; does nothing where that was undone before."""
+        for _, module, _ in self._still_applied():
             uninstall(module)
 
     def __enter__(self) -> SSTAHandle:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.active:
-            self.remove()
+        self.remove()
 
     def _still_applied(self) -> list[tuple[str, nn.Module, Installation]]:
         return [entry for entry in self._installed if installation_of(entry[1]) is entry[2]]
+
+
+def _described(name: str, module: nn.Module, installation: Installation) -> str:
+    """One transformer in a handle's repr."""
+    config, processors = installation.context.config, installation.processors(module)
+    dense = sum([processor.config is None for _, processor in processors])
+    budget = next((f"{field} {value}" for field in ("density", "topk", "threshold", "budget")
+                   if (value := getattr(config, field)) not in (None, 0)), "the window alone")
+    return f"{f'{name}, ' if name else ''}{type(module).__name__}: {len(processors)} layers, {dense} of them dense, {budget}"
 
 
 def transformers_of(model: Any) -> list[tuple[str, nn.Module]]:
@@ -218,10 +238,11 @@ def _plan(
     family = family_of(model)
     require_bare(model)
     sites = sites_of(family, model)
-    for own in (config, *(() if schedule is None else dict(schedule.layer_configs).values())):
+    of_layers = {} if schedule is None else {f"layer_configs[{layer!r}]": own for layer, own in dict(schedule.layer_configs).items()}
+    for argument, own in {"config": config, **of_layers}.items():
         if own is not None:
-            warn_of_what_is_dropped(family.model, own, family.default_config(), (make()[0] for make in family.presets.values()))
-    config, schedule = _settings(family, config, schedule, preset, progress)
+            warn_of_what_is_dropped(family.model, own, family.default_config(), [make()[0] for make in family.presets.values()], argument)
+    config, schedule = _settings(family, config, schedule, preset, progress, len(sites))
     if changes:
         config = changed(config, **changes)
     # Itself and not just equal: layers that have none of their own are known by it.
@@ -234,19 +255,20 @@ def _plan(
 
 
 def _settings(
-    family: Family, config: SSTAConfig | None, schedule: Schedule | None, preset: str | None, progress: Progress,
+    family: Family, config: SSTAConfig | None, schedule: Schedule | None, preset: str | None, progress: Progress, layers: int,
 ) -> tuple[SSTAConfig, Schedule]:
-    """The user's configuration and schedule, or the preset's, or the family's."""
+    """The user's configuration and schedule, or the preset's, or the family's, for a model of so many layers."""
     if preset is not None:
         config, own = preset_settings(family, preset)
     else:
         config, own = family.default_config() if config is None else config, family.default_schedule()
-    schedule = own if schedule is None else schedule
+    given, schedule = schedule, own if schedule is None else schedule
     for name, value, wanted in (("configuration", config, SSTAConfig), ("schedule", schedule, Schedule)):
         if not isinstance(value, wanted):
             source = "default" if preset is None else f"preset {preset!r}"
             raise TypeError(f"{family.model}'s {source} {name} must be of class {wanted.__name__}, got {type(value).__name__}")
     require_counter(schedule, progress)
+    warn_of_dense_layers(family.model, given, own, layers)
     return config, schedule
 
 

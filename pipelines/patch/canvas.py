@@ -84,8 +84,8 @@ def memory_before(model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int
     """What stands before the video in a call of LTX-2's transformer: nothing, as in diffusers' own pipelines, which have key frames and
     references behind it; or all tokens that are not the video's, as Echo has its memory.
 
-    Only where there are other tokens than the video's, their coordinates are read (see ``from_coordinates``): the video's are frames of
-    which each begins when the one before it ends.
+    Only where there are other tokens than the video's, their coordinates are read (see ``from_coordinates``): each of the video's frames
+    begins when the one before it ends, and a single frame begins before everything else.
     """
     coords, frames, height, width = (arguments.get(name) for name in ("video_coords", "num_frames", "height", "width"))
     if coords is None or coords.dim() != 4 or frames is None or height is None or width is None:
@@ -95,7 +95,9 @@ def memory_before(model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int
         return ()
 
     def before(points: Tensor) -> tuple[DenseRun, ...]:
-        return (DenseRun(others),) if not _gapless(points[:video], frames) and _gapless(points[others:], frames) else ()
+        first, last = (_gapless(part, frames) and (frames > 1 or bool(part[0, 0, 0] <= points[:, 0, 0].min()))
+                       for part in (points[:video], points[others:]))
+        return (DenseRun(others),) if last and not first else ()
 
     return _value_of(coords, ("before", video, frames), before, lambda: coords[0].movedim(0, 1))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +17,7 @@ from ssta.kernels.notices import warn_once
 from ..ranks.parallel import Parallelism, agree
 from ..schedule.progress import Progress, Step
 from ..schedule.schedule import Schedule
+from .arguments import ArgumentNames
 from .call import CallState
 from .family import Family
 
@@ -70,8 +70,7 @@ class ModelContext:
     """
 
     def __init__(self, model: nn.Module, family: Family, config: SSTAConfig, schedule: Schedule, progress: Progress, impl: str) -> None:
-        # Taken here, because torch.compile cannot look through the decorators of a forward.
-        self._signature = inspect.signature(type(model).forward)
+        self._names = ArgumentNames(model, family.model, family.canvas)
         self.family = family
         self.config = config
         self.schedule = schedule
@@ -133,8 +132,10 @@ class ModelContext:
 
     def capture(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of the transformer: takes the canvas from the call, and finds the step."""
-        arguments = self._signature.bind(model, *args, **kwargs).arguments
+        arguments = self._names.by_name(args, kwargs)
         schedule, thw = self.schedule, self.family.canvas(model, arguments)
+        if not isinstance(thw, (tuple, list)) or len(thw) != 3:
+            raise TypeError(f"{self.family.model}'s Family.canvas must return (t, h, w), got {thw!r}")
         before = () if self.family.before is None else self.family.before(model, arguments, thw)
         ranks = self.parallel.ranks(model, arguments, thw, sum([segment.length for segment in before]))
         state = CallState(thw, self.wholly_dense or getattr(self._calls, "densely", False), ranks, before)

@@ -12,6 +12,7 @@ from torch import nn
 
 from ssta import DenseRun, SSTAConfig, VideoGrid
 from ssta.checks import require_kind
+from ssta.kernels.checks import require_bool
 
 from ..families import PLACES
 from ..ranks.split import Split
@@ -136,18 +137,21 @@ def _require_name(argument: str, value: object) -> None:
 _FAMILIES: dict[str, Family | str] = dict(PLACES)
 
 
-def register_family(family: Family | str, place: str | None = None) -> None:
+def register_family(family: Family | str, place: str | None = None, *, overwrite: bool = False) -> None:
     """Makes ``apply_ssta`` know one more kind of transformer.
 
     Args:
         family: a ``Family``; or the class name of a transformer whose family is imported when a model of that class first comes.
         place: with a class name, where its ``Family`` is: ``"module:NAME"``, such as ``"ssta.pipelines.families.wan:WAN"``.
+        overwrite: whether it may take the place of a family that is registered already, as where a notebook's cell runs again. Models that
+            have SSTA applied keep the one that they have.
 
     Raises:
-        TypeError: neither a ``Family`` alone nor a class name with a place.
+        TypeError: neither a ``Family`` alone nor a class name with a place, or an overwrite that is no bool.
         ValueError: the class name is registered already, or a place of another form.
     """
     entry: Family | str
+    require_bool("overwrite", overwrite)
     if isinstance(family, str) and isinstance(place, str):
         module, _, name = place.partition(":")
         if not all(part.isidentifier() for part in (*module.split("."), name)):
@@ -159,9 +163,28 @@ def register_family(family: Family | str, place: str | None = None) -> None:
     else:
         raise TypeError("family must be a Family alone, or a model's class name with the place of its Family, got "
                         f"{type(family).__name__} with place {place!r}")
-    if model in _FAMILIES:
-        raise ValueError(f"family must name a model that is not registered yet, got {model!r}")
+    if model in _FAMILIES and not overwrite:
+        raise ValueError(f"family must name a model that is not registered yet, got {model!r}; overwrite=True takes its place")
     _FAMILIES[model] = entry
+
+
+def unregister_family(model: str) -> None:
+    """Undoes ``register_family``: the library's own family, if there is one for that class name, is in place again.
+
+    Args:
+        model: the class name.
+
+    Raises:
+        ValueError: ``register_family`` has registered none of that name.
+    """
+    own = PLACES.get(model)
+    entry = _FAMILIES.get(model)
+    if entry is None or entry == own or own is not None and isinstance(entry, Family) and entry is imported(own, model):
+        raise ValueError(f"model must be the class name of a family that register_family registered, got {model!r}")
+    if own is None:
+        del _FAMILIES[model]
+    else:
+        _FAMILIES[model] = own
 
 
 def supported_models() -> tuple[str, ...]:
@@ -180,6 +203,9 @@ def family_of(model: nn.Module) -> Family:
     found = family_of_class(type(model))
     if found is not None:
         return found
+    if hasattr(model, "get_base_model"):
+        raise ValueError(f"model must be the transformer itself, got it wrapped in {type(model).__name__}; give model.get_base_model(), "
+                         "whose adapters stay in it")
     if hasattr(model, "_orig_mod") or hasattr(model, "module"):
         raise ValueError(f"model must be the transformer itself, got it wrapped in {type(model).__name__}; apply SSTA before wrapping")
     raise ValueError(f"model must be one of {', '.join(supported_models())}, got {type(model).__name__}; register_family adds others, and "

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from ssta.kernels.notices import warn_once
 
 from ..ranks.token_order import channels_side_by_side, first_blocks
 from .context import ModelContext
@@ -84,6 +88,7 @@ def processors_for(context: ModelContext, sites: list[Site]) -> list[tuple[Site,
     """A processor for each site, with the configuration that the context's schedule has for it. Changes nothing yet."""
     replacements: list[tuple[Site, SSTAProcessor]] = []
     for site, own in zip(sites, context.schedule.for_layers([site.name for site in sites], context.config)):
+        _require_one_argument(site)
         processor = site.replacement(context)
         if not isinstance(processor, SSTAProcessor) or getattr(processor, "context", None) is not context:
             raise TypeError(f"{site.name}'s Site.replacement must return an SSTAProcessor with the context it was called with, "
@@ -93,6 +98,21 @@ def processors_for(context: ModelContext, sites: list[Site]) -> list[tuple[Site,
         processor.config, processor.site = own, site.name
         replacements.append((site, processor))
     return replacements
+
+
+def _require_one_argument(site: Site) -> None:
+    """Refuses a replacement that cannot be called with a context, as a class without an ``__init__`` that takes one."""
+    try:
+        signature = inspect.signature(site.replacement)
+    except ValueError:
+        # Some callables have none.
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        name = getattr(site.replacement, "__name__", type(site.replacement).__name__)
+        raise TypeError(f"{site.name}'s Site.replacement must take one argument, the model's ModelContext, as a subclass of SSTAProcessor "
+                        f"does, got {name}{signature}") from error
 
 
 def install(
@@ -112,7 +132,8 @@ def install(
             _copy_settings(original, replacement)
             module.processor = replacement
         hooks = installation.hooks
-        hooks.append(model.register_forward_pre_hook(context.capture, with_kwargs=True))
+        begins = partial(_begins, context, [site.module for site, _ in replacements])
+        hooks.append(model.register_forward_pre_hook(begins, with_kwargs=True))
         hooks.append(model.register_forward_pre_hook(partial(resume_recomputations, context)))
         if context.family.split is not None:
             hooks.extend(context.family.split.hooks(model, context.state))
@@ -124,6 +145,23 @@ def install(
         _undo(model, installation, stays_split=True)
         raise
     return installation
+
+
+def _begins(context: ModelContext, modules: list[Any], model: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Forward pre-hook of the transformer."""
+    if not torch.compiler.is_compiling():
+        _warn_of_replaced(context, modules)
+    context.capture(model, args, kwargs)
+
+
+def _warn_of_replaced(context: ModelContext, modules: list[Any]) -> None:
+    """Says once for each kind of model that processors were put in SSTA's place since."""
+    replaced = [module.processor for module in modules if getattr(module.processor, "context", None) is not context]
+    if replaced:
+        warn_once(f"processors of {context.family.model}, {len(replaced)}",
+                  f"{len(replaced)} of {len(modules)} self-attentions of {context.family.model} run without SSTA: since apply_ssta they "
+                  f"have {type(replaced[0]).__name__} in the place of its processor. fuse_qkv_projections and set_attn_processor exchange "
+                  "processors, so call them before apply_ssta; handle.remove() leaves theirs in place")
 
 
 def uninstall(model: nn.Module, stays_split: bool = False) -> None:

@@ -17,6 +17,7 @@ from ssta.dense import EXACT
 from ssta.inputs import described
 from ssta.kernels import Deferred, PatternFacts, Route, choose_backend, choose_route
 from ssta.kernels.checks import autocast_inputs
+from ssta.kernels.notices import warn_once
 from ssta.layout import Input
 from ssta.op import world_of
 from ssta.ranks import Sent
@@ -131,8 +132,8 @@ class SSTAProcessor:
         if isinstance(before, tuple):
             by = ranks if ranks is not None and ranks.tokens is None else None
             before = sum([by.share(of.length) if by is not None and isinstance(of, VideoGrid) else of.length for of in before])
-        others = (before or 0) + (after or 0)
-        if before is None or after is None:
+        others, counted = (before or 0) + (after or 0), before is None or after is None
+        if counted:
             others = max(tokens - self._own_tokens, others)
             # At most one of them is None.
             before, after = (others - after, after) if before is None else (before, others - before)  # type: ignore[operator]
@@ -146,6 +147,10 @@ class SSTAProcessor:
             # The layer that asks first may be dense, so all configurations are looked at.
             for config in dict.fromkeys(self.context.parallel.configs):
                 warn_of_the_window(self.context.family.model, config, thw)
+            if counted and others > math.prod(thw):
+                model, canvas = self.context.family.model, " x ".join(map(str, thw))
+                warn_once(f"canvas of {model}", f"{others:,} tokens of {model} stand beside its canvas of {canvas}, more than that has, "
+                          "and attend densely: if they are the video's, Family.canvas is too small")
         return layout
 
     @property

@@ -104,10 +104,10 @@ class RunReport(list):
         # Columns that only some configurations have are left out where they are empty.
         head = [name for name in lines[0] if name not in _OPTIONAL or any(line.get(name, "-") != "-" for line in lines)]
         rows = [tuple(head), *(tuple(line.get(name, "") for name in head) for line in lines)]
-        reasons = dict.fromkeys(f"{run.implementation}: {reason}" for run in self for reason in run.explanation)
+        legend = [f"{name}: {meaning}" for name, meaning in _LEGEND.items() if name in head]
         steps = dict.fromkeys("other steps of sparse layers: " + ", ".join([f"{step} by {name}" for step, name in run.by])
                               for run in self if run.by)
-        return "\n".join([aligned(rows, left=3), *steps, *reasons])
+        return "\n".join([aligned(rows, left=3), *legend, *steps, *_reasons(self)])
 
     __repr__ = __str__
 
@@ -119,15 +119,30 @@ def _mean_density(run: LayerRun) -> float:
     return (run.dense_steps + (run.steps - run.dense_steps) * run.density) / run.steps
 
 
+# The meaning of columns, below the table.
+_LEGEND = {"density": "share of the pairs of a layer's tiles that is computed exactly, conditions included",
+           "exact mass": "share of the softmax that is computed exactly, the rest being estimated: mean / 5th percentile / worst head",
+           "no estimate": "heads that look at single tokens; tiles that they do not compute are dropped"}
 # Columns of the table that are left out where they are empty.
 _OPTIONAL = ("exact mass", "no estimate", "exchange, ms")
+
+
+def _reasons(runs: Sequence[LayerRun]) -> list[str]:
+    """Why nothing faster ran: each reason once, with the names of the implementations."""
+    kept: dict[tuple[str, str], dict[str, None]] = {}
+    for run in runs:
+        for reason in run.explanation:
+            name, _, why = reason.partition(", which ")
+            kept.setdefault((run.implementation.removeprefix("dense, "), why), {})[name] = None
+    return [f"{ran}: {' and '.join(names)}{f', which {why}' if why else ''}" for (ran, why), names in kept.items()]
 
 
 def _cells(run: LayerRun) -> dict[str, str]:
     return {
         "layer": run.layer, "implementation": run.where, "canvas": " x ".join(map(str, run.thw)), "tokens": f"{run.tokens:,}",
         "tiles": "-" if run.tiles is None else str(run.tiles), "density": f"{run.density:.1%}",
-        "dense steps": "-" if run.steps is None else f"{run.dense_steps} of {run.steps}",
+        "dense steps": "-" if run.steps is None else f"all {run.steps}" if run.dense_steps == run.steps else f"{run.dense_steps} of "
+                                                                                                         f"{run.steps}",
         "exact mass": "-" if run.exact_mass is None else " / ".join(f"{100 * share:.0f} %" for share in run.exact_mass),
         "no estimate": "{} of {} heads".format(*run.without_estimate) if run.without_estimate and run.without_estimate[0] else "-",
         "ms": _ms(run.seconds), "exchange, ms": _ms(run.exchange_seconds)}

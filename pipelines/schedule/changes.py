@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from ssta import SSTAConfig
@@ -12,9 +13,12 @@ from ssta.kernels.memo import remember_plain
 from ssta.kernels.notices import warn_once
 from ssta.window import window_size
 
+from .schedule import Schedule
+
 # The fields of a budget, and what they hold where there is none.
 _BUDGET: dict[str, Any] = {"topk": None, "threshold": 0.0, "budget": None}
 _FIELDS = tuple([of.name for of in fields(SSTAConfig) if of.init])
+_SCHEDULED = tuple([of.name for of in fields(Schedule)])
 
 
 def require_changes(config: SSTAConfig | None, changes: Mapping[str, Any]) -> None:
@@ -22,14 +26,26 @@ def require_changes(config: SSTAConfig | None, changes: Mapping[str, Any]) -> No
     if config is not None and not isinstance(config, SSTAConfig):
         hint = f"; presets are taken by name as preset={config!r}" if isinstance(config, str) else ""
         raise TypeError(f"config must be an SSTAConfig or None, got {type(config).__name__}{hint}")
-    for name in changes:
+    for name, value in changes.items():
         if name not in _FIELDS:
-            raise TypeError(f"got an unexpected keyword {name!r}; those beside the function's own are fields of SSTAConfig: "
-                            f"{', '.join(_FIELDS)}. Steps and layers that stay dense are fields of Schedule, as in "
+            raise TypeError(f"got an unexpected keyword {name!r}; {_meant(name, value)} beside the function's own are fields of "
+                            f"SSTAConfig: {', '.join(_FIELDS)}. Steps and layers that stay dense are fields of Schedule, as in "
                             "schedule=Schedule(dense_steps=0.1)")
     if config is not None and changes:
         raise ValueError("config must be left out where fields by keyword change the model's default, got one and "
                          f"{', '.join(changes)}; dataclasses.replace(config, ...) changes those of a config")
+
+
+def _meant(name: str, value: Any) -> str:
+    """A question to whoever gave an unknown keyword, if there is one, and the next sentence's first word."""
+    if name in _SCHEDULED:
+        first = "" if name in ("dense_layers", "layer_configs") else ", dense_layers=(0,)"
+        return f"did you mean schedule=Schedule({name}={value!r}{first})? Those"
+    if name == "sparsity":
+        number = isinstance(value, (int, float)) and 0 <= value < 1
+        return f"did you mean density{f'={1 - value:.4g}' if number else ''}, which is 1 - sparsity? Those"
+    close = get_close_matches(name, _FIELDS, 1)
+    return f"did you mean {close[0]}? Those" if close else "those"
 
 
 def changed(config: SSTAConfig, **changes: Any) -> SSTAConfig:
@@ -72,15 +88,34 @@ def at_density(config: SSTAConfig, density: float) -> SSTAConfig:
     return changed(config, density=density)
 
 
-def warn_of_what_is_dropped(model: str, config: SSTAConfig, default: Any, published: Iterable[SSTAConfig] = ()) -> None:
-    """Says, once for each kind of ``model``, that a configuration of one's own, which is none of the ``published`` ones, has no estimate
-    where the model's default has one."""
+def warn_of_what_is_dropped(model: str, config: SSTAConfig, default: Any, published: Sequence[SSTAConfig] = (), argument: str = "config"
+                            ) -> None:
+    """Says that a configuration has no estimate where the model's default has one: once for each kind of ``model``, and once for its
+    layers. The ``published`` configurations mean it."""
     if config.compensation != "none" or getattr(default, "compensation", "none") == "none" or config in published:
         return
-    warn_once(f"estimate of {model}", "config drops the tiles that it does not compute (compensation='none'), where the default of "
-              f"{model} estimates them, for weights that were not trained with SSTA. To change the default and keep the rest of it, give "
-              "fields by keyword, such as density=0.2, in place of a config; to estimate with a configuration of your own, "
-              "SSTAConfig(compensation='linear', ...); to drop, keep the first steps dense: schedule=Schedule.warm_up()")
+    whole = argument == "config"
+    how = ("give fields by keyword, such as density=0.2, in place of a config" if whole else
+           "change the default's fields, as in dataclasses.replace(handle.config, density=0.2) with a handle of the model by default")
+    warn_once(f"estimate of {'' if whole else 'layers of '}{model}",
+              f"{'' if whole else f'{argument}: its '}config drops the tiles that it does not compute (compensation='none'), where the "
+              f"default of {model} estimates them, for weights that were not trained with SSTA. To change the default and keep the rest of "
+              f"it, {how}; to estimate with a configuration of your own, SSTAConfig(compensation='linear', ...); to drop, keep the first "
+              "steps dense: schedule=Schedule.warm_up()")
+
+
+def warn_of_dense_layers(model: str, schedule: Schedule | None, default: Any, layers: int) -> None:
+    """Says, once for each kind of ``model``, that a schedule of one's own keeps no layer dense where the ``default`` does. Without a
+    schedule, that the default keeps all ``layers`` dense. ``Schedule()``, and a schedule that keeps all steps dense, mean it."""
+    dense = getattr(default, "dense_layers", ())
+    if schedule is None:
+        if layers == len(dense):
+            warn_once(f"dense layers of {model}", f"{model} stays dense as a whole: by default dense_layers = {dense}, which are all "
+                      "layers that it has; give schedule=Schedule() to keep none dense")
+    elif dense and not schedule.dense_layers and schedule != Schedule() and schedule.dense_steps < 1:
+        warn_once(f"dense layers of {model}", f"schedule keeps no layer dense, where the default of {model} keeps dense_layers = "
+                  f"{dense}; a schedule takes the default's place as a whole, so give dense_layers={dense} too, unless no layer is to be "
+                  "dense")
 
 
 def warn_of_the_window(model: str, config: SSTAConfig | None, thw: tuple[int, int, int]) -> None:

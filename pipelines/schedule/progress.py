@@ -8,6 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ssta.kernels.notices import warn_once
+
+# Guidance takes at most so many forwards a step: with the prompt, without it, and perturbed in two ways.
+_GUIDED = 4
+
 
 class Generation:
     """One run through a scheduler's timesteps.
@@ -45,6 +50,8 @@ class Progress:
         self._given = scheduler
         self._scheduler = scheduler if pipeline is None or scheduler is not None else getattr(pipeline, "scheduler", None)
         self._generation: Generation | None = None
+        # Forwards that found the scheduler before its first step since it last moved.
+        self._waited = 0
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict) -> Progress:
@@ -101,6 +108,8 @@ class Progress:
         current = getattr(self._pipeline and self._pipeline(), "_current_timestep", None)
         if isinstance(current, Tensor):
             place = _place(current, timesteps) if current.dim() == 0 else None
+            if place is None and current.dim() == 0:
+                place = _place_in_a_copy(current, timesteps)
             found = _row(current) if place is None else (place, len(timesteps))
             if found is not None:
                 return found
@@ -108,9 +117,22 @@ class Progress:
             return None
         # Schedulers look for their index when they first step.
         index = self.scheduler.step_index
+        self._watch(index is not None, len(timesteps))
         if index is None:
             index = getattr(self.scheduler, "begin_index", None) or 0
         return index, len(timesteps)
+
+    def _watch(self, moved: bool, count: int) -> None:
+        """Says once that a scheduler does not move: more forwards than guidance takes found it before its first step. Generations of one
+        step are not counted, because no forward follows their step."""
+        with self._lock:
+            self._waited = 0 if moved or count < 2 else self._waited + 1
+            waited = self._waited
+        if waited > _GUIDED:
+            name = type(self.scheduler).__name__
+            warn_once(f"steps of {name}", f"schedule follows the steps of {name}, which has not moved in {waited} forwards, so that all of "
+                      "them count as the first step: call scheduler.step in your loop, or give the model a view of one of "
+                      "scheduler.timesteps, as `for t in scheduler.timesteps: model(timestep=t.expand(batch), ...)` does")
 
 
 def _place(current: Tensor, timesteps: Tensor) -> int | None:
@@ -118,6 +140,13 @@ def _place(current: Tensor, timesteps: Tensor) -> int | None:
     if is_fake(current) or current.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
         return None
     return (current.storage_offset() - timesteps.storage_offset()) // timesteps.stride(0)
+
+
+def _place_in_a_copy(current: Tensor, timesteps: Tensor) -> int | None:
+    """The same where a pipeline iterates over timesteps that the scheduler has made anew since (Allegro's), as many as there were."""
+    if is_fake(current) or current.untyped_storage().nbytes() != len(timesteps) * current.element_size():
+        return None
+    return int(current.storage_offset())
 
 
 def _row(current: Tensor) -> tuple[int, int] | None:

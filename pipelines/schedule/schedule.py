@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -27,8 +27,10 @@ class Schedule:
             starts in the middle of the scheduler's, as video-to-video with a strength of 0.5 does, 0.15 is 4 of its 25. Schedulers
             that call the model twice a step, as Heun's does, have two steps there. Needs a scheduler that counts the steps; a forward
             whose step cannot be found is not dense by this rule, and warns once.
-        dense_layers: layers that are dense at every step: positions among the model's video self-attentions in the order of
-            ``SSTAHandle.report`` (negative ones count from the end), or their dotted names; a tuple, a list or a range.
+        dense_layers: layers that are dense at every step: positions among a transformer's video self-attentions in the order of
+            ``SSTAHandle.report`` (negative ones count from the end), or their dotted names; a tuple, a list or a range. In a pipeline with
+            two transformers positions count in each of them, and so do names without the transformer's; names as the report has them, such
+            as ``"transformer_2.blocks.1.attn1"``, are for that transformer alone.
         densities: a density in (0, 1] for each step, in place of the configuration's, for layers without a configuration of their own; 1
             is dense. As many steps share an entry as there are steps for each, so for a generation of n steps n entries are one each. ()
             = the same density at all steps. ``dense_steps`` comes before it. Needs a scheduler, as ``dense_steps``.
@@ -105,6 +107,21 @@ class Schedule:
         covered = math.ceil(self.dense_steps * count - 1e-9)
         return index < (covered if self.dense_steps == 1 else min(covered, count - 1))
 
+    def for_transformer(self, name: str, names: Sequence[str]) -> Schedule:
+        """What this says of the transformer ``name`` of a pipeline, which has transformers ``names``: layers under its name by their own
+        names, and those under another one's left out."""
+        def under(layer: int | str) -> str | None:
+            return next((of for of in names if of and isinstance(layer, str) and layer.startswith(f"{of}.")), None)
+
+        def own(layer: int | str) -> int | str:
+            return layer if under(layer) is None else str(layer).removeprefix(f"{name}.")
+
+        configs = dict(self.layer_configs)
+        if not any([under(layer) for layer in (*self.dense_layers, *configs)]):
+            return self
+        return replace(self, dense_layers=tuple([own(layer) for layer in self.dense_layers if under(layer) in (None, name)]),
+                       layer_configs=tuple([(own(layer), config) for layer, config in configs.items() if under(layer) in (None, name)]))
+
     def for_layers(self, names: Sequence[str], config: SSTAConfig) -> list[SSTAConfig | None]:
         """What each of the layers ``names`` uses: its configuration, ``config`` where it has none of its own, None where it is dense.
 
@@ -152,5 +169,6 @@ def _position(argument: str, layer: int | str, names: Sequence[str]) -> int:
             raise ValueError(f"{argument} must name video self-attentions such as {names[0]!r}, got {layer!r}")
         return names.index(layer)
     if not -len(names) <= layer < len(names):
-        raise ValueError(f"{argument} must lie in [-{len(names)}, {len(names)}) for this model's {len(names)} layers, got {layer}")
+        raise ValueError(f"{argument} must lie in [-{len(names)}, {len(names)}) for this model's {len(names)} layers, got {layer}; "
+                         "positions count in each transformer by itself")
     return layer % len(names)

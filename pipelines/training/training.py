@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ssta.checks import require_share
 from ssta.kernels.checks import require_int
+from ssta.kernels.notices import warn_once
 
 from ..patch.apply import SSTAHandle
 from ..patch.call import CallState
@@ -116,9 +117,10 @@ def teacher_student(model: nn.Module, teacher: nn.Module | None = None) -> Teach
 def set_density(handle: SSTAHandle, density: float) -> None:
     """Changes the share of the video's tile pairs that is computed exactly, in place of the budget that SSTA was applied with.
 
-    For use between forwards. Nothing is installed anew; a compiled block is compiled once for each density, and finds it again later. From
-    63/64 on forwards are dense; those of ``apply_vsa`` and ``apply_sla`` keep their trained branches. Dense layers, and layers with a
-    configuration of their own, stay as they are, and so do steps for which the schedule has a density.
+    For use between forwards. Nothing is installed anew; a compiled block is compiled once for each density, and finds it again later. Dense
+    layers, and layers with a configuration of their own, stay as they are, and so do steps for which the schedule has a density: a warning
+    says once that in generations nothing changes. From 63/64 on whole forwards are dense, these layers and steps too; those of
+    ``apply_vsa`` and ``apply_sla`` keep their trained branches.
 
     Args:
         handle: what ``apply_ssta`` returned, still applied.
@@ -144,6 +146,9 @@ def set_density(handle: SSTAHandle, density: float) -> None:
             raise ValueError("handle must have layers whose density can be set, without a configuration of their own, got none in "
                              f"{name or type(module).__name__}")
         plans.append((context, own, changed(context.config, density=density)))
+        if context.schedule.densities and density < DENSE_FROM:
+            warn_once(f"density of {context.family.model}", "set_density changes nothing in generations whose schedule has a density for "
+                      f"each step, got {density} beside densities = {context.schedule.densities}")
     for context, own, config in plans:
         context.config, context.wholly_dense = config, density >= DENSE_FROM and context.method is None
         for processor in own:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from graphs import Graphs
@@ -86,13 +88,14 @@ def test_the_windows_of_ltx_long_videos_are_sparse():
         assert {layer.thw for layer in handle.report()} == {(t + 1, h, w)} and all(layer.density < 1 for layer in handle.report())
 
 
+@pytest.mark.parametrize("thw, size", [(CANVAS, (2, 5)), ((1, 6, 8), (2, 5)), ((1, 6, 8), (6, 8))], ids=["video", "frame", "frames"])
 @pytest.mark.parametrize("before", [True, False], ids=["memory", "keyframes"])
-def test_ltx2_finds_other_tokens_on_either_side_of_the_video(before):
+def test_ltx2_finds_other_tokens_on_either_side_of_the_video(before, thw, size):
     """Echo's transformer has memory tokens before the video, LTX-2's own pipelines have key frames after it."""
-    tiny, (t, h, w), others = TINY["ltx2"], CANVAS, 10
-    model, call = tiny.build(), tiny.call()
+    tiny, (t, h, w), others = TINY["ltx2"], thw, math.prod(size)
+    model, call = tiny.build(), tiny.call(thw)
     coords = model.rope.prepare_video_coords(1, t, h, w, torch.device("cpu"), fps=25.0)
-    more = model.rope.prepare_video_coords(1, 1, 2, 5, torch.device("cpu"), fps=25.0)
+    more = model.rope.prepare_video_coords(1, 1, *size, torch.device("cpu"), fps=25.0)
     more[:, 0] += 500 if before else 0.2
     coords = torch.cat([more, coords] if before else [coords, more], dim=2)
     call |= {"video_coords": coords, "hidden_states": torch.randn(1, t * h * w + others, 4)}
@@ -105,7 +108,7 @@ def test_ltx2_finds_other_tokens_on_either_side_of_the_video(before):
     with apply_ssta(model, SPARSE, schedule=Schedule()), pytest.MonkeyPatch.context() as patch:
         patch.setattr(SSTAProcessor, "attend", noted)
         run(model, call)
-    video, dense = VideoGrid(*CANVAS), DenseRun(others)
+    video, dense = VideoGrid(*thw), DenseRun(others)
     assert set(layouts) == {(dense, video) if before else (video, dense)}
 
 

@@ -13,7 +13,9 @@ from tiny_pipelines import PIPELINES, latents
 from ssta import SSTAConfig
 from ssta.pipelines import WAN, Schedule
 from ssta.pipelines.evaluation import configurations
+from ssta.pipelines.evaluation.compare import _parser
 from ssta.pipelines.evaluation.configurations import Configuration, dense, parse_configuration, running
+from ssta.pipelines.schedule.presets import OWN_PRESETS, PRESETS
 
 
 @pytest.fixture
@@ -111,3 +113,9 @@ def test_a_backend_holds_while_the_configuration_runs_and_leaves_nothing():
     with pytest.raises(ValueError, match="backend must be one that runs here, got '_native_npu'"):
         with running(pipe, Configuration("npu", None, backend="_native_npu")):
             pass
+
+
+def test_the_command_s_help_names_every_preset():
+    words = " ".join(_parser().format_help().split())
+    for name in (*PRESETS, *OWN_PRESETS):
+        assert repr(name) in words

@@ -149,6 +149,17 @@ def test_the_scatter_has_a_point_for_each_configuration_and_a_line_for_the_floor
         plot_evaluation(made({"dense": DENSE}))
 
 
+@pytest.mark.parametrize("floor, arrow, far", [(110.0, "\u2192", True), (5.0, "\u2190", True), (40.0, "", False)])
+def test_a_far_noise_floor_leaves_the_configurations_apart(evaluation, floor, arrow, far):
+    own = {name: list(of.values()) for name, of in evaluation.measurements.items()}
+    axes, = plot_evaluation(made(own | {"stock": [replace(of, psnr=floor) for of in own["stock"]]})).axes
+    low, high = axes.get_xlim()
+    assert (low <= floor <= high) is not far and low < 32.6 and high > 33
+    # 33.0 and 32.7 are more than a fortieth of the axis apart, rather than a 200th of it.
+    assert (33 - 98 / 3) / (high - low) > 1 / 40
+    assert [text.get_text() for text in axes.texts] == [f"stock: {floor:.3g} {arrow}"] * far
+
+
 def test_without_matplotlib_it_says_what_to_install(evaluation, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):

@@ -84,6 +84,7 @@ def test_the_gain_is_reckoned_from_one_block(monkeypatch):
     _, step = doctor.gain(TINY, TINY.thw, CPU, torch.float32)
     # Of four blocks the first stays dense.
     assert "dense 4.5 s, SSTA by default 2.25 s, 2.00 x" in step
+    assert "50 steps with guidance, two prompts each, without text encoder and VAE: dense 450 s, SSTA 225 s" in step
 
 
 def test_a_forward_is_timed_without_and_with_its_block():

@@ -18,7 +18,9 @@ import torch
 from diffusers import (
     CogVideoXDDIMScheduler,
     CogVideoXDPMScheduler,
+    DDIMScheduler,
     DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
     HeunDiscreteScheduler,
@@ -43,7 +45,8 @@ FLOW = dict(flow=flow, unipc=unipc, dpm=dpm)
 COGVIDEOX = dict(ddim=CogVideoXDDIMScheduler, cogvideox_dpm=CogVideoXDPMScheduler)
 # The schedulers that pipelines are published with or that people exchange them for; the others take what PIPELINES gives them.
 SCHEDULERS = dict(wan=FLOW, skyreels_v2=FLOW, wan_video_to_video=FLOW, wan_image_to_video=FLOW, wan_vace=FLOW, cogvideox=COGVIDEOX,
-                  consisid=COGVIDEOX, cogvideox_image_to_video=COGVIDEOX, cogvideox_video_to_video=COGVIDEOX)
+                  allegro=dict(euler=EulerAncestralDiscreteScheduler, ddim=DDIMScheduler), consisid=COGVIDEOX,
+                  cogvideox_image_to_video=COGVIDEOX, cogvideox_video_to_video=COGVIDEOX)
 CASES = [(name, each) for name in PIPELINES for each in SCHEDULERS.get(name, [None]) if name != "wan_2.2"]
 
 
@@ -221,6 +224,25 @@ def test_forwards_after_a_generation_are_no_steps_of_it(unsaid):
         with pytest.warns(RuntimeWarning, match="nothing says which step"):
             run(pipe.transformer, TINY["wan"].call() | {"timestep": torch.tensor([900.0])})
         assert trail.dense == [False]
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_a_scheduler_that_nobody_steps_is_told(unsaid, forwards):
+    """A loop of one's own with the values of the timesteps alone; guidance, and generations of one step, are no such loop."""
+    model, call, scheduler = TINY["wan"].build(layers=1), TINY["wan"].call(), flow()
+    with apply_ssta(model, SPARSE, schedule=THIRD, scheduler=scheduler):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for steps in (1,) * 7 + (2, 2, 2):
+                scheduler.set_timesteps(steps)
+                for t in scheduler.timesteps:
+                    for _ in range(4):
+                        run(model, call | {"timestep": torch.tensor([float(t)])})
+                    scheduler.step(call["hidden_states"], t, call["hidden_states"])
+        scheduler.set_timesteps(6)
+        with pytest.warns(RuntimeWarning, match="FlowMatchEulerDiscreteScheduler, which has not moved in 5 forwards, .* scheduler.step"):
+            for t in [float(t) for t in scheduler.timesteps for _ in range(forwards)][:5]:
+                run(model, call | {"timestep": torch.tensor([t])})
 
 
 def pipelines() -> dict[str, type]:

@@ -16,6 +16,7 @@ from tiny_models import TINY
 from torch import nn
 
 from ssta import SSTAConfig, TokenLayout, pipelines
+from ssta.kernels import notices
 from ssta.pipelines import (
     Family,
     Schedule,
@@ -26,6 +27,7 @@ from ssta.pipelines import (
     remove_ssta,
     stack_sites,
     supported_models,
+    unregister_family,
 )
 from ssta.pipelines.families import PLACES
 from ssta.pipelines.patch import family
@@ -195,8 +197,67 @@ def test_another_family_can_be_registered():
     with apply_ssta(model):
         assert not torch.allclose(model(x), before)
     assert torch.equal(model(x), before)
-    with pytest.raises(ValueError, match="not registered yet, got 'ToyTransformer'"):
+    with pytest.raises(ValueError, match="not registered yet, got 'ToyTransformer'; overwrite=True takes its place"):
         register_family(toy())
+
+
+def test_a_family_is_registered_again_and_forgotten():
+    """As where a notebook's cell runs again, with another function."""
+    model = ToyTransformer()
+    register_family(toy(default_config=lambda: EVERYTHING))
+    with apply_ssta(model) as handle:
+        register_family(toy(), overwrite=True)
+        assert handle.config == EVERYTHING
+    assert apply_ssta(model).config == SPARSE
+    remove_ssta(model)
+    unregister_family("ToyTransformer")
+    assert "ToyTransformer" not in supported_models()
+    with pytest.raises(ValueError, match="register_family adds others"):
+        apply_ssta(model)
+    # One of the library's own comes back.
+    own = family.family_of(TINY["wan"].build(layers=1))
+    register_family(Family("WanTransformer3DModel", own.sites, own.canvas, default_config=lambda: EVERYTHING), overwrite=True)
+    with apply_ssta(TINY["wan"].build(layers=2)) as handle:
+        assert handle.config == EVERYTHING
+    unregister_family("WanTransformer3DModel")
+    assert family.family_of(TINY["wan"].build(layers=1)) is own
+    for name in ("WanTransformer3DModel", "ToyTransformer", "LTXVideoTransformer3DModel"):
+        with pytest.raises(ValueError, match=f"a family that register_family registered, got '{name}'"):
+            unregister_family(name)
+    with pytest.raises(TypeError, match="overwrite must be a bool, got int"):
+        register_family(toy(), overwrite=1)
+
+
+@pytest.mark.parametrize("canvas, error, message", [
+    (lambda model, arguments: None, TypeError, r"ToyTransformer's Family.canvas must return \(t, h, w\), got None"),
+    (lambda model, arguments: arguments["x"].shape[3:], TypeError, r"Family.canvas must return \(t, h, w\), got torch.Size\(\[6, 8\]\)"),
+    (lambda model, arguments: 3, TypeError, r"must return \(t, h, w\), got 3"),
+    (lambda model, arguments: arguments["latents"].shape, ValueError, "ToyTransformer.forward must take latents, .* takes x"),
+])
+def test_a_mistaken_canvas(canvas, error, message):
+    register_family(Family("ToyTransformer", site(), canvas, default_config=lambda: SPARSE, default_schedule=Schedule))
+    model, x = ToyTransformer(), torch.randn(2, 16, *CANVAS)
+    with pytest.raises(error, match=message):
+        apply_ssta(model)
+        model(x)
+
+
+def test_a_canvas_that_is_too_small_is_told(monkeypatch):
+    monkeypatch.setattr(notices, "_said", set())
+
+    class Lenient(SSTAProcessor):
+        def __call__(self, attn, x):
+            layout = self.around(x.shape[1], after=None)
+            x = x.unflatten(2, (1, -1))
+            return self.attend(x, x, x, layout).flatten(2)
+
+    # Half of each size: an eighth of the tokens.
+    register_family(Family("ToyTransformer", site(replacement=Lenient), lambda model, arguments: (2, 3, 4), default_config=lambda: SPARSE,
+                           default_schedule=Schedule))
+    with apply_ssta(model := ToyTransformer()):
+        model(torch.randn(1, 16, 2, 6, 4))
+        with pytest.warns(RuntimeWarning, match="168 tokens of Toy.* beside its canvas of 2 x 3 x 4, .* Family.canvas is too small"):
+            model(torch.randn(1, 16, 4, 6, 8))
 
 
 def test_stack_sites():
@@ -263,6 +324,8 @@ def the_same(context):
     ({"sites": site("blocks", lambda model: model.blocks)}, ValueError, "blocks must have its original processor ToyProcessor, got none"),
     ({"sites": site(stock=OtherProcessor)}, ValueError, "attn must have its original processor OtherProcessor, got ToyProcessor"),
     ({"sites": site(replacement=lambda context: None)}, TypeError, "attn's Site.replacement must return an SSTAProcessor .*, got NoneType"),
+    ({"sites": site(replacement=ToyProcessor)}, TypeError, r"attn's Site.replacement must take one argument, .*, got ToyProcessor\(\)"),
+    ({"sites": site(replacement=lambda context, heads: None)}, TypeError, r"must take one argument, .*, got <lambda>\(context, heads\)"),
     ({"sites": site(replacement=lambda context: ToyProcessor())}, TypeError, "must return an SSTAProcessor .*, got ToyProcessor"),
     ({"sites": lambda model: [*site(replacement=the_same)(model), *stack_sites(model, "blocks", "attn", ToyProcessor, the_same)]},
      ValueError, "must return a processor of its own for each site"),

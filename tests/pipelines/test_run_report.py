@@ -117,3 +117,16 @@ def test_the_mean_density_counts_dense_steps():
     run = LayerRun("a", "torch", (3, 6, 8), 144, 8, 0.2, steps=10, dense_steps=2)
     assert RunReport([run]).mean_density() == pytest.approx((2 + 8 * 0.2) / 10)
     assert RunReport([replace(run, steps=None, dense_steps=None)]).mean_density() == 0.2
+
+
+def test_a_table_explains_its_columns_and_gives_each_reason_once():
+    run = LayerRun("a", "torch", (3, 6, 8), 144, 8, 0.2, steps=4, dense_steps=0, explanation=(
+        "not 'hopper', which requires a GPU", "not 'triton', which requires a GPU", "not 'cudnn', which requires sm_90"))
+    dense = replace(run, layer="b", implementation="dense, torch", tiles=None, density=1.0, dense_steps=4)
+    lines = str(RunReport([dense, run])).splitlines()
+    assert " all 4 " in lines[1] and " 0 of 4 " in lines[2]
+    assert lines[4:] == ["density: share of the pairs of a layer's tiles that is computed exactly, conditions included",
+                         "torch: not 'hopper' and not 'triton', which requires a GPU", "torch: not 'cudnn', which requires sm_90"]
+    with_mass = str(RunReport([replace(run, exact_mass=(0.6, 0.4, 0.5))]))
+    assert "\nexact mass: share of the softmax that is computed exactly, " in with_mass
+    assert "mean / 5th percentile / worst head" in with_mass

@@ -255,6 +255,16 @@ FAULTS = (
     Fault("the doctor passes what is NaN", "pipelines/doctor.py",
           ".nan_to_num(nan=float(\"inf\"))", ".nan_to_num()", ("tests/pipelines/test_doctor.py::test_wrong_attention_fails",)),
 
+    Fault("text that was put first is not put back", "pipelines/families/joint.py", "if order is not None and not self.stays_first:",
+          "if order is not None and self.stays_first:",
+          ("tests/pipelines/test_text_masks.py::test_valid_text_may_be_anywhere",)),
+    Fault("a wrapper's arguments by position are the model's", "pipelines/patch/arguments.py",
+          "if of.kind in _POSITIONAL and of.name not in positions]", "if of.kind in _POSITIONAL]",
+          ("tests/pipelines/test_arguments.py::test_positions_go_on_where_the_outer_forward_ends",)),
+    Fault("layers of the other transformer are dense too", "pipelines/schedule/schedule.py",
+          "for layer in self.dense_layers if under(layer) in (None, name)]", "for layer in self.dense_layers]",
+          ("tests/pipelines/test_what_is_said.py::test_layers_of_two_transformers_go_by_the_names_of_the_report",)),
+
     # Ranks
     Fault("ranks send the wrong heads", "ssta/ranks/exchange.py",
           "x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]) % x.shape[1], counts[shards.rank])",

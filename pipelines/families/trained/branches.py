@@ -75,7 +75,7 @@ def apply_branch(
         sites = _sites(family, module, branch)
         layers = {} if weights is None and family.model in branch.without else _layers(
             sites, _found(weights, module, name, names, branch), branch)
-        context = ModelContext(module, family, config, schedule, progress, impl)
+        context = ModelContext(module, family, config, schedule.for_transformer(name, names), progress, impl)
         context.method = branch.method
         replacements: Any = processors_for(context, sites)
         for _, processor in replacements:
