@@ -56,7 +56,7 @@ def block_sparse_attn(
         q_block_size, k_block_size: tokens of a block, from 1 on; the last block may be shorter.
         topk_indices: int32 or int64 ``[Hkv, ceil(Sq / q_block_size), topk]`` on q's device: the key blocks that a query block of all
             query heads of a key/value head attends to, in any order, each at most once. Ids out of range, such as -1, are absent,
-            whatever the number.
+            whatever the number. No error names them: reading ids would wait for the device.
         sparse_args: hints about speed.
 
     Returns:

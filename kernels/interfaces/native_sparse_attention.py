@@ -111,6 +111,8 @@ def parallel_nsa(
             check_tensor(name, gate, DTYPES if q.dtype == torch.float64 else GATES, q.shape[:3], "[B, T, HQ]", q.device)
     compressed = lse = None
     if g_cmp is not None or block_indices is None:
+        if not k.shape[1]:
+            raise ValueError(f"k must have at least 1 token, of which blocks are made, got shape {tuple(k.shape)}")
         packed = _packed_sequences(q, k, k.shape[1], cu_seqlens)
         blocks: dict[str, Any] = dict(TK=k.shape[1], block_size=block_size, scale=scale, cu_seqlens=cu_seqlens, impl=impl)
         keys = _block_means(k, packed, block_size)

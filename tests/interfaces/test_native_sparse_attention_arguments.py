@@ -45,6 +45,13 @@ def test_refuses_before_any_kernel_runs(changes, error, message):
         call(**changes)
 
 
+@pytest.mark.parametrize("changes", [dict(block_indices=None), dict(g_cmp=torch.zeros(1, 0, 4))])
+def test_blocks_cannot_be_made_of_no_token(changes):
+    q, k, v = inputs(tokens=0)
+    with pytest.raises(ValueError, match=r"k must have at least 1 token, of which blocks are made, got shape \(1, 0, 2, 16\)"):
+        call(**dict(q=q, k=k, v=v, block_indices=torch.zeros(1, 0, 2, 3, dtype=torch.int32)) | changes)
+
+
 def test_factory_refuses():
     with pytest.raises(ValueError, match="heads must be a multiple of groups = 3, got 4"):
         native_sparse_attention(1, 4, 8, 16, True, groups=3)

@@ -193,13 +193,14 @@ def plan_bsr(
     elif mask is not None:
         if tuple(require_values("mask", require_mask("mask", mask)).shape) != (len(indices), R, C):
             raise ValueError(f"mask must be [nnz, R, C] = [{len(indices)}, {R}, {C}], got shape {tuple(mask.shape)}")
-        mask = mask.to(device, non_blocking=non_blocking)
+        # A plan shares no memory with its caller, who may fill the buffer for the next one.
+        mask = mask.to(device, non_blocking=non_blocking, copy=True)
     if mask is not None and longest * R * C >= 2**31:
         raise ValueError(f"a row of blocks must have fewer than 2**31 mask elements, got {longest} blocks of {R} x {C}")
     packed = options.packed(R)
     lists = BlockLists.from_bsr(indptr, indices, R * packed, C, num_kv_blocks=columns, capacity=longest)
     if mask is not None:
-        return WrapperPlan(lists, packed, **shapes, mask=mask, first_entry=indptr[:-1].int())
+        return WrapperPlan(lists, packed, **shapes, mask=mask, first_entry=indptr[:-1].to(torch.int32, copy=True))
     return WrapperPlan(lists, packed, **shapes, listed=options.listed(lists, N))
 
 

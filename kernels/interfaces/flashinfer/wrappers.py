@@ -124,7 +124,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
             q_data_type, kv_data_type: dtype of q, k and v: float16 or bfloat16, and on a CPU float32 and float64. The second is the first.
                 float8_e4m3fn and float8_e5m2 too: such inputs are scaled to o_data_type first, or to bfloat16 where no kernel takes that.
             o_data_type: dtype of what ``run`` returns; float16 unless said otherwise, whatever q's, as upstream.
-            non_blocking: copies from the CPU to the device do not wait.
+            non_blocking: copies from the CPU to the device do not wait. Pinned buffers must keep their values until then; all others may
+                be written to as soon as ``plan`` returns.
             block_mask: bool ``[num_qo_heads or num_kv_heads, MB, NB]``, in place of indptr and indices, which must then be None: a pattern
                 for every head.
             kv_cache_page_size: p entries a page: keys lie in a cache of pages, of which the first N entries are planned for; column c is
