@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ssta.kernels.interfaces import parallel_nsa, selected_attention
-from ssta.kernels.interfaces.native_sparse_attention import native_sparse_attention
+from ssta.interfaces import parallel_nsa, selected_attention
+from ssta.interfaces.nsa import native_sparse_attention
 
 
 def inputs(batch=1, tokens=8, dtype=torch.float16):

@@ -1,4 +1,4 @@
-"""Laws of all interfaces: a caller may write to what he passed and to what he got, and torch's defaults are his own affair.
+"""Laws of all interfaces: a caller may write to his arguments and to his results, and torch's defaults change no bit.
 
 None of the imitated libraries documents an argument as a live buffer of these functions. The one exception is the documented purpose of
 ``out`` and ``lse``, whose memory holds the result of the call that they are given to.
@@ -8,7 +8,7 @@ import pytest
 import torch
 from interface_calls import CALLS, WRAPPERS, overwrite, tensors_of
 
-from ssta.kernels import interfaces
+from ssta import interfaces
 
 devices = pytest.mark.parametrize("device, dtype", [
     pytest.param("cpu", torch.float32, id="cpu"), pytest.param("cuda", torch.float16, id="gpu", marks=pytest.mark.gpu)])
@@ -164,5 +164,5 @@ def test_every_function_of_every_interface_is_called_here():
     source = "".join(value for case in CALLS.values() for value in case.call.__code__.co_names) + "".join(
         case.wrapper for case in WRAPPERS.values())
     modules = {*interfaces._MODULES, "install", "uninstall", "SparseArgs", "attn_pooling_qk_varlen",
-               "block_1d_gqa_sparse_attn_varlen_sim_func", "native_sparse_attention", "block_sparse_attn"}
+               "block_1d_gqa_sparse_attn_varlen_sim_func"}
     assert {name for name in interfaces.__all__ if name not in modules and name not in source} == set()

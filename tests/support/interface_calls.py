@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ssta.kernels import interfaces
-from ssta.masks import create_moba_3d_mask, create_ssta_3d_mask, create_sta_3d_mask
+from ssta import interfaces
+from ssta.interfaces import create_moba_3d_mask, create_ssta_3d_mask, create_sta_3d_mask
 
 
 class InterfaceCall(NamedTuple):
-    """A function of tensors by name, and the makers of these: attention's inputs, and what says who attends to what."""
+    """A function of tensors by name, and the makers of these: attention's inputs, and the pattern."""
 
     call: Callable[..., Any]
     values: dict[str, Callable[[], torch.Tensor]]
@@ -86,10 +86,10 @@ CALLS = {
         lambda q, k, text_mask: create_ssta_3d_mask(q, k, topk=2, text_block_num=2, text_mask=text_mask, **VIDEO), VIDEO_VALUES,
         dict(text_mask=lambda: torch.arange(8) < 3), False),
     "magi block_sparse_attn": InterfaceCall(
-        lambda q, k, v, topk_indices: interfaces.magi_attention.block_sparse_attn(q, k, v, 8, 4, topk_indices), tokens_first(),
+        lambda q, k, v, topk_indices: interfaces.magi.block_sparse_attn(q, k, v, 8, 4, topk_indices), tokens_first(),
         dict(topk_indices=ids(8, 1, 4, 3))),
     "magi block_sparse_attn int64": InterfaceCall(
-        lambda q, k, v, topk_indices: interfaces.magi_attention.block_sparse_attn(q, k, v, 8, 16, topk_indices), tokens_first(),
+        lambda q, k, v, topk_indices: interfaces.magi.block_sparse_attn(q, k, v, 8, 16, topk_indices), tokens_first(),
         dict(topk_indices=ids(2, 1, 4, 1, dtype=torch.int64))),
     "block_sparse_attn_func": InterfaceCall(
         lambda q, k, v, cu_seqlens_q, cu_seqlens_k, head_mask_type, streaming_info, base_blockmask: interfaces.block_sparse_attn_func(
@@ -132,7 +132,7 @@ CALLS = {
         lambda q, k, block_counts: interfaces.parallel_nsa_topk(q, k, 32, None, block_counts, 4),
         dict(q=random(1, 32, 2, 16), k=random(1, 8, 1, 16)), dict(block_counts=lambda: torch.randint(1, 5, (1, 32, 1))), False),
     "native_sparse_attention": InterfaceCall(
-        lambda q, k, v, block_indices: interfaces.native_sparse_attention.native_sparse_attention(
+        lambda q, k, v, block_indices: interfaces.native_sparse_attention(
             1, 2, 32, 16, True, None, 4, 2, 4)(q, k, v, block_indices), batched(), dict(block_indices=ids(8, 1, 32, 1, 4))),
     "block_1d_gqa_sparse_attn_varlen_func": InterfaceCall(
         lambda q, k, v, cu_seqlens_k, cu_seqlens_q, block_mask: interfaces.block_1d_gqa_sparse_attn_varlen_func(

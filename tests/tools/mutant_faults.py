@@ -227,10 +227,10 @@ FAULTS = (
            "tests/ssta/test_attention.py::test_attention_is_the_definition_with_its_gradients")),
 
     # Interfaces
-    Fault("Block-Sparse-Attention: streaming heads see a block less", "kernels/interfaces/mit_block_sparse_attn.py",
+    Fault("Block-Sparse-Attention: streaming heads see a block less", "interfaces/block_sparse_attn.py",
           "(column >= seen - local)", "(column > seen - local)",
           ("tests/interfaces/test_mit_block_sparse_attn.py::test_every_kind_of_head",)),
-    Fault("Block-Sparse-Attention: a window's first block counts as seen wholly", "kernels/interfaces/mit_block_sparse_attn.py",
+    Fault("Block-Sparse-Attention: a window's first block counts as seen wholly", "interfaces/block_sparse_attn.py",
           "(key > query_end - local)", "(key > query - local)",
           ("tests/interfaces/test_mit_block_sparse_attn.py::test_streaming_by_tokens",)),
 

@@ -36,9 +36,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ssta import SSTAConfig, TokenLayout, ssta_3d_attention, ssta_attention
+from ssta.interfaces import attn_pooling, block_sparse_flash_decode_gqa_indice, parallel_nsa, selected_attention
 from ssta.kernels import BlockLists, block_sparse_attention
 from ssta.kernels.backend import Where, choose
-from ssta.kernels.interfaces import attn_pooling, block_sparse_flash_decode_gqa_indice, parallel_nsa, selected_attention
 
 TOOLS = {"memcheck": ["--tool", "memcheck"], "racecheck": ["--tool", "racecheck", "--racecheck-report", "hazard"]}
 OPTIONS = ["--print-limit", "1000000", "--show-backtrace", "no"]

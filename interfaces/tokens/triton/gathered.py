@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..blocks import BlockLists
-from ..device import device_limits
-from ..lowering.arguments import view
-from ..lowering.chunks import block_lists, kv_partition, q_partition
-from ..lowering.inputs import strided
-from ..lowering.outputs import empty_outputs
-from ..lowering.primitives import (
+from ....kernels import BlockLists
+from ....kernels.device import device_limits
+from ....kernels.lowering.arguments import view
+from ....kernels.lowering.chunks import block_lists, kv_partition, q_partition
+from ....kernels.lowering.inputs import strided
+from ....kernels.lowering.outputs import empty_outputs
+from ....kernels.lowering.primitives import (
     LOG2E,
     block_bounds,
     finish_softmax,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import require_bool, require_int, require_integers
-from ...routing import IMPLEMENTATIONS
+from ...kernels.checks import require_bool, require_int, require_integers
+from ...kernels.routing import IMPLEMENTATIONS
 from .plan import Options, WrapperPlan, bsr_places, plan_block_mask, plan_bsr, plan_variable, planned_dtype
 
 # FlashInfer's names for its own kernels, which choose nothing here.

@@ -10,11 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import block_sparse_attention
-from ..checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, require_values, resolve_scale
-from ..routing import choose_token_impl
-from ..tokens import Packed, PaddedCache, TokenLists, lists_from_mask, lists_from_rows, pooling, token_attention
+from ..kernels.checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, require_values, resolve_scale
 from .packed import BlockSpans, packed_blocks
+from .tokens import (
+    Packed,
+    PaddedCache,
+    TokenLists,
+    block_attention,
+    choose_token_impl,
+    lists_from_mask,
+    lists_from_rows,
+    pooling,
+    token_attention,
+)
 
 
 def block_1d_gqa_sparse_attn_varlen_func(
@@ -85,7 +93,7 @@ def block_2d_sparse_attn_varlen_func(
     q_cut, kv_cut = (BlockSpans.of(cu[:-1], cu, block_size, number) for cu in (packed.cu_q, packed.cu_k))
     blocks = packed_blocks(block_mask.tril(), q_cut, kv_cut, block_size)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = block_sparse_attention(q, k, v, blocks, scale=sm_scale, causal=True, impl=impl)
+    out, _ = block_attention(q, k, v, blocks, scale=sm_scale, causal=True, impl=impl)
     return out[0].transpose(0, 1)
 
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .. import BlockLists, block_sparse_attention
-from ..checks import DTYPES, INTEGERS, check_tensor, require_int
-from ..routing import SHORTEST_TILE
+from ..kernels import BlockLists
+from ..kernels.checks import DTYPES, INTEGERS, check_tensor, require_int
+from ..kernels.routing import SHORTEST_TILE
 from .packed import ENOUGH_ROWS, pack_heads, require_groups, unpack_heads
+from .tokens import block_attention
 
 
 @dataclass(frozen=True)
@@ -86,5 +87,5 @@ def block_sparse_attn(
     blocks = BlockLists.from_topk(topk_indices, q_block_size * packed, k_block_size, num_kv_blocks=-(-k.shape[0] // k_block_size))
     k, v = (x.transpose(0, 1)[None] for x in (k, v))
     rows = pack_heads(q[None], kv_heads) if packed > 1 else q.transpose(0, 1)[None]
-    out, lse = block_sparse_attention(rows, k, v, blocks, return_lse=True)
+    out, lse = block_attention(rows, k, v, blocks)
     return unpack_heads(out, packed)[0], unpack_heads(lse, packed)[0]

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import DTYPES, INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, resolve_scale
-from ..routing import choose_token_impl
-from ..tokens import Packed, importance, lists_from_ids, token_attention
+from ..kernels.checks import DTYPES, INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, resolve_scale
+from .tokens import Packed, choose_token_impl, importance, lists_from_ids, token_attention
 
 DIMS = "[batch, tokens, heads, head_dim]"
 # Keys that the window branch takes as one block.

@@ -11,10 +11,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import BlockLists, block_sparse_attention, merge_attention
-from ..checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, require_number, require_values, resolve_scale
-from ..tokens import Packed, attention_within_blocks
+from ..kernels import BlockLists, block_sparse_attention, merge_attention
+from ..kernels.checks import (
+    INTEGERS,
+    check_tensor,
+    check_token_inputs,
+    require_bool,
+    require_int,
+    require_number,
+    require_values,
+    resolve_scale,
+)
 from .packed import BlockSpans, packed_blocks
+from .tokens import Packed, attention_within_blocks
 
 # Tokens of a block, of queries and of keys.
 BLOCK = 128

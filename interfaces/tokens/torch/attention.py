@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..token_lists import KeyLists, TokenLists
-from .steps import GATHER_ELEMENTS, attend, compute_dtype
+from ....kernels.eager.steps import GATHER_ELEMENTS, attend, compute_dtype
+from ..lists import KeyLists, TokenLists
 
 
 def torch_tokens_forward(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float) -> tuple[Tensor, Tensor]:

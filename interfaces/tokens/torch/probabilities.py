@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .steps import GATHER_ELEMENTS, compute_dtype
+from ....kernels.eager.steps import GATHER_ELEMENTS, compute_dtype
 
 
 def importance(q: Tensor, k: Tensor, lse: Tensor, firsts: Tensor, seen: Tensor, scale: float) -> Tensor:
