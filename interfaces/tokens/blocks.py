@@ -15,7 +15,7 @@ from ...kernels import BlockLists, PatternFacts, Route, block_sparse_attention, 
 from ...kernels.attention import check_inputs
 from ...kernels.block_forms import in_range, prefix_mask
 from ...kernels.checks import autocast_inputs, require_bool, resolve_scale
-from ...kernels.operators import NAMESPACE, differentiate_by, on_device, recorded, refuse_transforms, watched
+from ...kernels.operators import NAMESPACE, differentiate_by, on_device, refuse_transforms, watched
 from ...kernels.routing import SHORTEST_TILE, require_impl
 from .attention import TOKEN_IMPLEMENTATIONS
 
@@ -29,7 +29,7 @@ class ShortRoute(NamedTuple):
     """How lists of short key blocks are attended to.
 
     Attributes:
-        tiles: attends with each block as a tile; its name is the forward's kernels.
+        tiles: attends with each block as a tile.
         copies: attends to compacted keys; None where these cannot be compacted.
         forward: "gathered", "compacted" or "tiles".
     """
@@ -42,13 +42,11 @@ class ShortRoute(NamedTuple):
         """As ``Route.run``."""
         if self.forward == "tiles":
             return self.tiles.run(q, k, v, blocks, scale, causal)
+        from .triton import compacted, gathered
+
         if self.forward == "compacted" and self.copies is not None:
-            from .triton.compacted import compacted_forward
-
-            return compacted_forward(self.copies, q, k, v, blocks, scale)
-        from .triton.gathered import gathered_forward
-
-        return gathered_forward(q, k, v, blocks, scale, causal)
+            return compacted.compacted_forward(self.copies, q, k, v, blocks, scale)
+        return gathered.gathered_forward(q, k, v, blocks, scale, causal)
 
     def run_backward(self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
                      blocks: BlockLists, scale: float, causal: bool, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,16 +58,13 @@ class ShortRoute(NamedTuple):
         return compacted_backward(self.copies, dout, dlse, q, k, v, out, lse, blocks, scale, deterministic)
 
 
-def choose_short_route(
-    impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, blocks: BlockLists, *, heads: int = 1, kv_heads: int = 1,
-    causal: bool = False, deterministic: bool = True,
-) -> ShortRoute:
-    """What ``impl`` stands for over key blocks of less than 16 tokens; arguments and errors as of ``choose_route``."""
-    facts = PatternFacts.of(blocks)
+def short_route(impl: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: bool, deterministic: bool) -> ShortRoute:
+    """What ``impl`` stands for over key blocks of less than 16 tokens; errors as of ``choose_route``."""
+    (heads, kv_heads), facts = (q.shape[1], k.shape[1]), PatternFacts.of(blocks)
 
     def routed(name: str, max_kv_length: int) -> Route:
-        return choose_route(name, device, dtype, head_dim, facts._replace(max_kv_length=max_kv_length), heads=heads, kv_heads=kv_heads,
-                            causal=causal, deterministic=deterministic)
+        return choose_route(name, q.device, q.dtype, q.shape[3], facts._replace(max_kv_length=max_kv_length), heads=heads,
+                            kv_heads=kv_heads, causal=causal, deterministic=deterministic)
 
     tiles = routed(impl, facts.max_kv_length)
     if tiles.name not in ("hopper", "triton"):
@@ -88,32 +83,22 @@ def block_attention(
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``block_sparse_attention`` describes them, for key blocks of any length. Arguments and errors as there."""
-    if not isinstance(blocks, BlockLists) or blocks.max_kv_length >= SHORTEST_TILE or impl not in ("auto", "triton", "hopper"):
+    plain = not isinstance(blocks, BlockLists) or blocks.max_kv_length >= SHORTEST_TILE or impl not in ("auto", "triton", "hopper")
+    if not plain:
+        require_bool("causal", causal)
+        q, k, v = autocast_inputs(q=q, k=k, v=v)
+        check_inputs(q, k, v, blocks)
+        # Who watches sees an operator, which asks the GPU when it runs.
+        plain = not watched(q, k, v) and short_route(impl, q, k, blocks, causal, deterministic).tiles.name == "torch"
+    if plain:
         return block_sparse_attention(q, k, v, blocks, scale=scale, causal=causal, return_lse=True, deterministic=deterministic, impl=impl)
-    for name, flag in (("causal", causal), ("deterministic", deterministic)):
-        require_bool(name, flag)
-    q, k, v = autocast_inputs(q=q, k=k, v=v)
-    check_inputs(q, k, v, blocks)
-    scale = resolve_scale(scale, q.shape[3])
-    if not watched(q, k, v):
-        route = _route_of(impl, q, k, blocks, causal, deterministic)
-        if route.tiles.name not in ("hopper", "triton"):
-            return block_sparse_attention(q, k, v, blocks, scale=scale, causal=causal, return_lse=True,
-                                          deterministic=deterministic, impl=impl)
-        if not recorded(q, k, v):
-            with on_device(q):
-                return route.run(q, k, v, blocks, scale, causal)
     refuse_transforms("block_sparse_attention", q=q, k=k, v=v)
-    return _forward(q, k, v, *blocks.to_fields(), float(scale), causal, deterministic, impl)
-
-
-def _route_of(impl: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: bool, deterministic: bool) -> ShortRoute:
-    return choose_short_route(impl, q.device, q.dtype, q.shape[3], blocks, heads=q.shape[1], kv_heads=k.shape[1], causal=causal,
-                              deterministic=deterministic)
+    scale = resolve_scale(scale, q.shape[3])
+    return _short(q, k, v, *blocks.to_fields(), scale, causal, require_bool("deterministic", deterministic), impl)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::short_block_attention", mutates_args=())
-def _forward(
+def _short(
     q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None,
     q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None, max_q_length: int, max_kv_length: int,
     scale: float, causal: bool, deterministic: bool, impl: str,
@@ -121,11 +106,11 @@ def _forward(
     blocks = BlockLists.from_fields(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
                                     max_kv_length)
     with on_device(q):
-        return _route_of(impl, q, k, blocks, causal, deterministic).run(q, k, v, blocks, scale, causal)
+        return short_route(impl, q, k, blocks, causal, deterministic).run(q, k, v, blocks, scale, causal)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::short_block_attention_backward", mutates_args=())
-def _backward(
+def _short_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, counts: Tensor, indices: Tensor,
     q_offsets: Tensor | None, kv_offsets: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None,
     max_q_length: int, max_kv_length: int, scale: float, causal: bool, deterministic: bool, impl: str,
@@ -133,7 +118,7 @@ def _backward(
     blocks = BlockLists.from_fields(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
                                     max_kv_length)
     with on_device(q):
-        route = _route_of(impl, q, k, blocks, causal, deterministic)
+        route = short_route(impl, q, k, blocks, causal, deterministic)
         return route.run_backward(dout, dlse, q, k, v, out, lse, blocks, scale, causal, deterministic)
 
 
@@ -199,6 +184,6 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-_forward.register_fake(_fake)
+_short.register_fake(_fake)
 _within_blocks.register_fake(_fake)
-differentiate_by(_backward, _forward, "block_sparse_attention")
+differentiate_by(_short_backward, _short, "block_sparse_attention")

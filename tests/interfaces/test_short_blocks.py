@@ -117,7 +117,8 @@ def test_how_short_key_blocks_are_read(monkeypatch):
     def read(q_block=64, kv_block=1, list_heads=2, impl="auto", causal=False, **fields):
         blocks = lists((1, list_heads, 3), 8, q_block, kv_block, "cpu")
         blocks = BlockLists(blocks.counts, blocks.indices, q_block, kv_block, num_kv_blocks=8, **fields)
-        route = short_blocks.choose_short_route(impl, DEVICE, torch.float16, 64, blocks, heads=16, kv_heads=2, causal=causal)
+        q, k, _ = inputs(1, 16, 2, 3, 8, 64, "cpu")
+        route = short_blocks.short_route(impl, q, k, blocks, causal, True)
         return route.forward, (route.copies or route.tiles).name, None if route.copies is None else route.copies.backward.kernels
 
     compacted = ("compacted", "hopper", "hopper")
