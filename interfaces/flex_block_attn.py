@@ -35,12 +35,7 @@ def flex_block_attn_func(q: Tensor, k: Tensor, v: Tensor, q_block_size: int, kv_
             that heads share, which upstream refuses.
 
     Returns:
-        ``[B, Hq, Sq, D]`` in q's dtype, scaled by 1 / sqrt(D). Differentiable in q, k and v, bitwise deterministic. Never waits
-        for the device (synchronises), and fits into CUDA graphs and compiled graphs.
-
-    What differs from upstream: any head dimension, dtype and GPU; block sizes need not be multiples of 16 and 64 nor divide one another or
-    the sequence; query blocks longer than key blocks mean what they say, as does Sq != Skv in the backward; rows without any block give
-    zeros and zero gradients, whatever the block sizes.
+        ``[B, Hq, Sq, D]`` in q's dtype, scaled by 1 / sqrt(D).
     """
     sizes = require_int("q_block_size", q_block_size, 1), require_int("kv_block_size", kv_block_size, 1)
     blocks = BlockLists.from_mask(_mask(block_mask), *sizes)
@@ -57,9 +52,6 @@ def create_sparse_mask(Q: Tensor, block_size: int, selected_blocks: Iterable[tup
 
     Returns:
         bool ``[N, N]`` on Q's device, N = S // block_size.
-
-    Raises:
-        ValueError: also a pair outside the N x N blocks.
     """
     if not isinstance(Q, Tensor) or Q.dim() != 4:
         raise ValueError(f"Q must be a tensor [batch, heads, tokens, head_dim], got {getattr(Q, 'shape', type(Q).__name__)}")
@@ -116,9 +108,6 @@ def create_sta_3d_mask(
 
     Returns:
         bool ``[N + text_block_num, N + text_block_num]`` on the CPU, rows for query blocks.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
     """
     grid = _grid(canvas_thw, tile_thw)
     mask = near([grid], require_triple("kernel_thw", kernel_thw))
@@ -144,11 +133,8 @@ def create_moba_3d_mask(
         sampling_type: "similarity" (also None) or "importance", which needs ``lambda_``.
 
     Returns:
-        bool ``[H, N + text_block_num, N + text_block_num]`` on q's device, H = 1 with ``mask_share_within_head``; where upstream refuses a
-        batch of several, with the batch in front. Never waits for the device.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
+        bool ``[H, N + text_block_num, N + text_block_num]`` on q's device, H = 1 with ``mask_share_within_head``; a
+        batch of several stands in front.
     """
     if q_block_avg_pool is not True:
         raise ValueError(f"q_block_avg_pool must be True, because scores are those of tiles, got {q_block_avg_pool}")
@@ -175,10 +161,7 @@ def create_ssta_3d_mask(
             sampling_type: as in ``create_moba_3d_mask``.
 
     Returns:
-        As ``create_moba_3d_mask``. Never waits for the device, where upstream does with a ``text_mask``.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
+        As ``create_moba_3d_mask``.
     """
     config = _config("ssta", canvas_thw, tile_thw, kernel_thw, topk, threshold, lambda_, mask_share_within_head, adaptive_pool,
                      sampling_type)

@@ -25,9 +25,6 @@ class SparseArgs:
         sparse_load: keys are gathered one by one, or copied together first where 512 query rows share a list. Blocks of fewer than 16 keys
             always are and longer ones never, which come as tiles; the other value is refused.
         tile_shape: (query rows, keys) of a tile. Refused: the launch table, ``config.py``, chooses it by head_dim, block sizes and GPU.
-
-    Raises:
-        ValueError: also where an option is refused, with the reason.
     """
 
     swap_ab: bool | None = None
@@ -62,11 +59,7 @@ def block_sparse_attn(
 
     Returns:
         (out, lse): out ``[Sq, Hq, D]`` in q's dtype, scaled by 1 / sqrt(D); lse float32 ``[Sq, Hq]``, natural logarithm (float64 for
-        float64 inputs). A row without keys gives out = 0 and lse = -inf. Differentiable in q, k and v through both, bitwise
-        deterministic. Never waits for the device (synchronises), and fits into CUDA graphs and compiled graphs.
-
-    What differs from upstream: any GPU and CPUs too; lengths need not be multiples of the blocks; a list is a set, so an id named twice is
-    a mistake (which is not checked: it would synchronise). ``pack_gqa`` holds for the backward too.
+        float64 inputs). Differentiable through both.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, DTYPES, (None,) * 3, "[tokens, heads, head_dim]", None)

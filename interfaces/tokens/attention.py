@@ -74,7 +74,7 @@ def importance(q: Tensor, k: Tensor, lse: Tensor, firsts: Tensor, seen: Tensor, 
     if impl == "triton":
         from .triton.probabilities import importance as found
     else:
-        from .torch.probabilities import importance as found
+        from .eager import importance as found
     return found(q, k, lse, firsts, seen, scale)
 
 
@@ -94,7 +94,7 @@ def pooling(q: Tensor, k: Tensor, bounds: list[int], scale: float, block_size: i
         if block_size > LARGEST_BLOCK:
             raise ValueError(f"block_size must be at most {LARGEST_BLOCK} with impl='triton', got {block_size}")
     else:
-        from .torch.probabilities import torch_pooling as found
+        from .eager import torch_pooling as found
     with torch.no_grad():
         return [found(q[start:end], k[start:end], scale, block_size, into) for into, start, end in zip(by_block, bounds, bounds[1:])]
 
@@ -103,7 +103,7 @@ def pooling(q: Tensor, k: Tensor, bounds: list[int], scale: float, block_size: i
 def _implementation(impl: str):
     """(forward, backward) of an implementation, imported when first chosen."""
     if impl == "torch":
-        from .torch.attention import torch_tokens_backward, torch_tokens_forward
+        from .eager import torch_tokens_backward, torch_tokens_forward
 
         return torch_tokens_forward, torch_tokens_backward
     from .triton.backward import triton_token_backward

@@ -172,10 +172,11 @@ def _within_blocks(
                                     max_kv_length)
     with on_device(q):
         if impl == "triton":
-            from .triton.gathered import ElementMask, gathered_forward
+            from .triton.gathered import gathered_forward
 
-            return gathered_forward(q, k, v, blocks, scale, False, ElementMask(soft_cap, mask, first_entry, order, total, packed))
-        from .torch.within import torch_within
+            return gathered_forward(q, k, v, blocks, scale, False, soft_cap=soft_cap, mask=mask, first_entry=first_entry, order=order,
+                                    total=total, packed=packed)
+        from .eager import torch_within
 
         return torch_within(q, k, v, blocks, scale, soft_cap, mask, first_entry, total, packed)
 

@@ -89,14 +89,14 @@ def attend(dim: int, dtype: torch.dtype, q_block: int, kv_block: int, causal: bo
 
 
 def gather(dim: int, limited: bool) -> None:
-    from ssta.interfaces.tokens.triton.gathered import ElementMask, gathered_forward
+    from ssta.interfaces.tokens.triton.gathered import gathered_forward
     from ssta.kernels import BlockLists
 
     blocks = BlockLists.from_mask(torch.ones(1, 2, 2, 48, dtype=torch.bool), 128, 1)
     q = torch.zeros(1, 2, 256, dim, dtype=torch.bfloat16)
     k, v = (torch.zeros(1, 2, 48, dim, dtype=torch.bfloat16) for _ in range(2))
-    mask = ElementMask(mask=torch.ones(96, 128, 1, dtype=torch.bool), first_entry=torch.tensor([0, 48]).int()) if limited else None
-    gathered_forward(q, k, v, blocks, 1.0, False, mask)
+    mask = dict(mask=torch.ones(96, 128, 1, dtype=torch.bool), first_entry=torch.tensor([0, 48]).int()) if limited else {}
+    gathered_forward(q, k, v, blocks, 1.0, False, **mask)
 
 
 def attend_to_tokens(dim: int, group: int, block: int) -> None:
