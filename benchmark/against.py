@@ -20,6 +20,7 @@ from pathlib import Path
 import measure
 
 ENDED = "ended with an error"
+FLOORS = ("kernels", "pipelines", "interfaces")
 
 
 def add_against(parser: argparse.ArgumentParser) -> None:
@@ -124,11 +125,11 @@ class Side:
 def package(tree: Path, path: Path) -> None:
     """Makes ``path``/ssta of links, so that ``import ssta`` with ``path`` on PYTHONPATH is that of the checkout ``tree``.
 
-    The floors kernels and pipelines stand at the top of the repository; whether ssta/ has links to them differs between commits.
+    The other floors stand at the top of the repository; which there are, and whether ssta/ has links to them, differs between commits.
     """
     home = path / "ssta"
     home.mkdir(parents=True)
-    parts = {part.name: part for part in (*(tree / "ssta").iterdir(), tree / "kernels", tree / "pipelines")}
+    parts = {part.name: part for part in (*(tree / "ssta").iterdir(), *[tree / floor for floor in FLOORS if (tree / floor).is_dir()])}
     for name, part in parts.items():
         if name != "__pycache__":
             (home / name).symlink_to(part.resolve())

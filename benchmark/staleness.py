@@ -102,7 +102,7 @@ def matches(path: str, patterns: Sequence[str], gpu: str) -> bool:
 @lru_cache
 def _changed_code(tree: Path, commit: str) -> tuple[str, ...] | None:
     """The Python files of the library whose code differs between ``commit`` and the working tree."""
-    diff = _git(tree, "diff", "--raw", "--no-renames", "--abbrev=40", "-z", commit, "--", "kernels", "ssta", "pipelines")
+    diff = _git(tree, "diff", "--raw", "--no-renames", "--abbrev=40", "-z", commit, "--", "kernels", "ssta", "pipelines", "interfaces")
     if diff is None:
         return None
     # ":mode mode blob blob status", path, and so on; a blob of zeros is none.

@@ -1,6 +1,6 @@
 """Other libraries' names on this library's kernels: a module or package a library, loaded when asked for.
 
-Unless a docstring says otherwise: a wrong argument is a TypeError or a ValueError with its name, what was required and what came. Functions
+Unless a docstring says otherwise, a wrong argument is a TypeError or a ValueError that names it, the requirement and the value. Functions
 are differentiable, give the same bits for the same inputs, never wait for the device, and fit into CUDA graphs and compiled graphs. A row
 without keys gives out = 0 and lse = -inf. No call and no plan keeps memory of its arguments. Differences from upstream are listed in
 docs/interfaces.md.

@@ -1,7 +1,7 @@
 """Attention that is decided token by token, and attention to blocks that no tile fits: shorter than one, or seen in part.
 
 ``kernels.block_sparse_attention`` attends by lists of query blocks. ``token_attention`` attends by lists of single query tokens,
-``block_attention`` to key blocks of any length, and ``attention_within_blocks`` to blocks of which a token sees a part.
+``block_attention`` to key blocks of any length, and ``attention_within_blocks`` to blocks that a token sees in part.
 """
 
 from .attention import choose_token_impl, importance, pooling, token_attention

@@ -1,4 +1,4 @@
-"""Attention by lists of single query tokens, and what libraries with such attention ask of its probabilities.
+"""Attention by lists of single query tokens, and sums and maxima of its probabilities.
 
 The implementation of each function is loaded when it is first chosen.
 """

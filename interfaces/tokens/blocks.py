@@ -1,4 +1,4 @@
-"""Attention to listed blocks that no tile fits: key blocks shorter than a tile, and blocks of which a token sees a part.
+"""Attention to listed blocks that no tile fits: key blocks shorter than a tile, and blocks that a token sees in part.
 
 A tile has at least 16 keys. ``kernels.block_sparse_attention`` takes a shorter key block as a tile that is mostly masked. Here its keys are
 gathered one by one, or compacted: copied behind one another, then taken as tiles.
@@ -59,7 +59,7 @@ class ShortRoute(NamedTuple):
 
 
 def short_route(impl: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: bool, deterministic: bool) -> ShortRoute:
-    """What ``impl`` stands for over key blocks of less than 16 tokens; errors as of ``choose_route``."""
+    """The kernels that ``impl`` stands for over key blocks of less than 16 tokens; errors as of ``choose_route``."""
     (heads, kv_heads), facts = (q.shape[1], k.shape[1]), PatternFacts.of(blocks)
 
     def routed(name: str, max_kv_length: int) -> Route:

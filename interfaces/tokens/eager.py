@@ -1,4 +1,4 @@
-"""Attention that is decided token by token, in plain torch, which runs wherever torch runs; and what is asked of its probabilities."""
+"""Attention that is decided token by token, in plain torch, with sums and maxima of its probabilities; the specification of the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Key blocks shorter than a tile: how their keys are read, and that compacted copies of them give what the keys give."""
+"""Key blocks shorter than a tile: how their keys are read, and compacted copies of them against the keys themselves."""
 
 from functools import partial
 
@@ -87,7 +87,7 @@ def test_same_bits_twice_and_nothing_from_keys_that_are_not_listed(device, impl)
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter, which lowers the lists here, is off")
 def test_hopper_attends_to_copies(late):
-    """Runs of copied keys as blocks, of which the memory behind the copies is NaN; two heads share a run, query blocks are the batch."""
+    """Runs of copied keys as blocks; the memory behind the copies is NaN; two heads share a run, query blocks are the batch."""
     from hopper_emulator import run
 
     from ssta.interfaces.tokens.triton.compacted import compacted_backward, compacted_forward
@@ -108,7 +108,7 @@ def test_hopper_attends_to_copies(late):
 
 
 def test_how_short_key_blocks_are_read(monkeypatch):
-    """On a Hopper GPU, which need not be there: what attends to what, forward and backward."""
+    """On a Hopper GPU, which need not be there: the kernels of forward and backward."""
     def choose(impl, device, dtype, head_dim, facts, *, heads, kv_heads, causal, deterministic):
         return decide(impl, Problem(Where("cuda", (9, 0), False, dtype, head_dim), heads, kv_heads, causal, facts, deterministic))
 
@@ -142,6 +142,18 @@ def test_short_blocks_against_float64_and_as_tiles(device, impl, causal):
     assert_as_exact_as_torch(partial(block_attention, blocks=blocks, causal=causal, impl=impl), q, k, v, blocks, causal=causal)
     tiles = partial(block_sparse_attention, blocks=blocks, causal=causal, return_lse=True, impl=impl)
     assert_as_exact_as_torch(tiles, q, k, v, blocks, causal=causal)
+
+
+@pytest.mark.parametrize("device, impl", DEVICES)
+@pytest.mark.slow
+def test_a_compiled_graph_gives_the_same_bits(device, impl):
+    blocks = lists((1, 2, 3), 8, 16, 3, device)
+    leaves = [x.requires_grad_() for x in inputs(1, 4, 2, 37, 23, 16 if device == "cpu" else 64, device)]
+    results = []
+    for attend in (block_attention, torch.compile(block_attention, backend="aot_eager", fullgraph=True)):
+        out, lse = attend(*leaves, blocks, impl=impl)
+        results.append([out, lse, *torch.autograd.grad(out.float().square().sum() + lse.clamp(min=-9).sum(), leaves)])
+    assert all(torch.equal(x, y) for x, y in zip(*results))
 
 
 def test_blocks_of_any_length_are_checked_alike():

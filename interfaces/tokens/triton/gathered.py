@@ -1,4 +1,4 @@
-"""A portable forward that gathers keys one by one: for key blocks too short to be a tile, and for what a row sees within its listed keys.
+"""A forward that gathers keys one by one: for key blocks shorter than a tile, and for blocks that a row sees in part.
 
 The keys of a list stand in slots, ``length`` slots for every listed block; a tile is the next N slots, whichever blocks they belong to. So
 blocks of one key fill a tile as well as long ones do.
@@ -37,7 +37,7 @@ from .config import gathered_config
 
 
 class _Limits(NamedTuple):
-    """What limits the keys that a row sees; the strides of ``order`` and ``total`` are those of the lists."""
+    """Limits on the keys that a row sees; the strides of ``order`` and ``total`` are those of the lists."""
 
     mask: Tensor | None
     first_entry: Tensor | None
@@ -138,8 +138,8 @@ def gathered_forward(
     config = gathered_config(dim, blocks.max_q_length, limited, device_limits(q.device), ordered=order is not None)
     parts = triton.cdiv(rows.length, config.block_m)
     mask, order, total = (None if x is None else x.contiguous() for x in (mask, order, total))
-    limits = _Limits(None if mask is None else mask.view(torch.uint8), first_entry, *((1, 1) if mask is None else mask.shape[1:]), order,
-                     total, packed)
+    mask_rows, mask_columns = (1, 1) if mask is None else mask.shape[1:]
+    limits = _Limits(None if mask is None else mask.view(torch.uint8), first_entry, mask_rows, mask_columns, order, total, packed)
     _forward_kernel[(rows.number * parts, batch * heads)](
         view(q), view(k), view(v), view(out), lse, lists, rows.bounds(heads), items.bounds(heads), limits,
         heads, heads // kv_heads, kv_len - q_len, LOG2E if soft_cap else scale * LOG2E,
