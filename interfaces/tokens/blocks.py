@@ -15,7 +15,7 @@ from ...kernels import BlockLists, PatternFacts, Route, block_sparse_attention, 
 from ...kernels.attention import check_inputs
 from ...kernels.block_forms import in_range, prefix_mask
 from ...kernels.checks import autocast_inputs, require_bool, resolve_scale
-from ...kernels.operators import NAMESPACE, differentiate_by, on_device, refuse_transforms, watched
+from ...kernels.operators import NAMESPACE, differentiate_by, on_device, recorded, refuse_transforms, watched
 from ...kernels.routing import SHORTEST_TILE, require_impl
 from .attention import TOKEN_IMPLEMENTATIONS
 
@@ -84,17 +84,24 @@ def block_attention(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``block_sparse_attention`` describes them, for key blocks of any length. Arguments and errors as there."""
     plain = not isinstance(blocks, BlockLists) or blocks.max_kv_length >= SHORTEST_TILE or impl not in ("auto", "triton", "hopper")
+    route = None
     if not plain:
         require_bool("causal", causal)
+        require_bool("deterministic", deterministic)
         q, k, v = autocast_inputs(q=q, k=k, v=v)
         check_inputs(q, k, v, blocks)
         # Who watches sees an operator, which asks the GPU when it runs.
-        plain = not watched(q, k, v) and short_route(impl, q, k, blocks, causal, deterministic).tiles.name == "torch"
+        if not watched(q, k, v):
+            route = short_route(impl, q, k, blocks, causal, deterministic)
+            plain = route.tiles.name == "torch"
     if plain:
         return block_sparse_attention(q, k, v, blocks, scale=scale, causal=causal, return_lse=True, deterministic=deterministic, impl=impl)
-    refuse_transforms("block_sparse_attention", q=q, k=k, v=v)
     scale = resolve_scale(scale, q.shape[3])
-    return _short(q, k, v, *blocks.to_fields(), scale, causal, require_bool("deterministic", deterministic), impl)
+    if route is not None and not recorded(q, k, v):
+        with on_device(q):
+            return route.run(q, k, v, blocks, scale, causal)
+    refuse_transforms("block_sparse_attention", q=q, k=k, v=v)
+    return _short(q, k, v, *blocks.to_fields(), scale, causal, deterministic, impl)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::short_block_attention", mutates_args=())
