@@ -103,7 +103,7 @@ compat: $(STAMP)
 	for version in 3.6 3.7 3.8 3.9; do \
 		$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-$$version "triton==$$version.*" && \
 		PYTHONPATH=$(CURDIR)/build/triton-$$version OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto tests/kernels \
-			tests/interfaces/test_compressed_blocks.py tests/interfaces/test_native_sparse_attention.py \
+			tests/interfaces/test_compressed_blocks.py tests/interfaces/test_native_sparse_attention.py tests/interfaces/test_short_blocks.py \
 			tests/interfaces/test_seer_attention.py tests/interfaces/test_seer_decode.py && \
 		PYTHONPATH=$(CURDIR)/build/triton-$$version $(BIN)/python tests/tools/compile_kernels.py || exit 1; \
 	done

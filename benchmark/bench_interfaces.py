@@ -21,7 +21,8 @@ from measure import RESULTS, backward_flops, forward_flops, interleaved, print_m
 from torch import Tensor
 from truth import Wrong, check
 
-from ssta.kernels.interfaces import BlockSparseAttentionWrapper, block_sparse_attn, block_sparse_attn_func, flex_block_attn_func
+from ssta.interfaces import BlockSparseAttentionWrapper, block_sparse_attn_func, flex_block_attn_func
+from ssta.interfaces.magi import block_sparse_attn
 
 HEAD_DIM = 128
 MAGI_BLOCKS = ((1, 64), (8, 64), (16, 64), (64, 64), (128, 128), (384, 384), (128, 1))

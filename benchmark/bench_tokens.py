@@ -19,15 +19,15 @@ from arguments import add_rounds, new_parser
 from measure import NO_TIMES, RESULTS, backward_flops, forward_flops, interleaved, peak_extra_mib, print_machine, print_rows, write_rows
 from truth import Wrong, check
 
-from ssta.kernels.interfaces import (
+from ssta.interfaces import (
     attn_pooling,
     block_1d_gqa_sparse_attn_varlen_func,
     parallel_nsa_compression,
     parallel_nsa_topk,
     selected_attention,
 )
-from ssta.kernels.interfaces import block_sparse_flash_decode_gqa_indice as decode_by_indices
-from ssta.kernels.interfaces import block_sparse_flash_decode_gqa_mask as decode_by_mask
+from ssta.interfaces import block_sparse_flash_decode_gqa_indice as decode_by_indices
+from ssta.interfaces import block_sparse_flash_decode_gqa_mask as decode_by_mask
 
 BLOCK, SELECTED, SAMPLES = 64, 16, 8
 

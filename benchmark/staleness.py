@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What the numbers of each kind of CSV, KIND_MACHINE.csv, depend on. Patterns of paths, in which * matches / too; "!" takes paths out again,
 # the last pattern that matches a path decides. {gpu} is the folder of the kernels that the machine's GPU runs.
-_BLOCKS = ("kernels/*", "!kernels/*/*", "kernels/lowering/*", "kernels/{gpu}/*", "!*token_*", "!*tail*", "!kernels/tokens.py",
+_BLOCKS = ("kernels/*", "!kernels/*/*", "kernels/lowering/*", "kernels/{gpu}/*", "!*tail*", "!kernels/interfaces.py",
            "!kernels/merge.py", "!kernels/backend.py", "!kernels/moves.py", "!kernels/reference.py")
 _LAYER = (*_BLOCKS, "kernels/backend.py", "kernels/moves.py", "kernels/tail*", "kernels/*/tail*", "kernels/prologue/*", "ssta/*",
           "!ssta/masks.py", "!ssta/plot.py", "!ssta/report.py", "!ssta/trained/*", "!ssta/ranks/*", "!kernels/eager/*")
@@ -29,13 +29,11 @@ _STEP = (*_LAYER, "pipelines/schedule/*", "pipelines/patch/*", "pipelines/famili
 _RANKS = (*_STEP, "pipelines/ranks/*", "ssta/ranks/*")
 SOURCES: dict[str, tuple[str, ...]] = {
     "kernels": _BLOCKS, "sweep": _BLOCKS, "cudnn": _BLOCKS,
-    "errors": (*_BLOCKS, "kernels/eager/*", "kernels/portable/*", "kernels/hopper/*", "!*token_*", "!*tail*", "!*/moves.py",
+    "errors": (*_BLOCKS, "kernels/eager/*", "kernels/portable/*", "kernels/hopper/*", "!*tail*", "!*/moves.py",
                "!*/ranking.py"),
-    "tokens": ("kernels/*", "!kernels/hopper/*", "!kernels/prologue/*", "!*tail*", "!kernels/interfaces/flashinfer/*",
-               "!kernels/interfaces/fl*", "!kernels/interfaces/m[ai]*", "!kernels/reference.py",
-               "!kernels/backend.py", "!*/moves.py", "!*/ranking.py"),
-    "interfaces": (*_BLOCKS, "kernels/tokens.py", "kernels/portable/*", "kernels/interfaces/*", "!*native_sparse*", "!*seer*", "!*token_*",
-                   "!*tail*"),
+    "tokens": ("kernels/*", "!kernels/hopper/*", "!kernels/prologue/*", "!*tail*", "!kernels/reference.py", "!kernels/backend.py",
+               "!*/moves.py", "!*/ranking.py", "interfaces/tokens/*", "interfaces/nsa.py", "interfaces/seer.py"),
+    "interfaces": (*_BLOCKS, "kernels/portable/*", "!*tail*", "interfaces/*", "!interfaces/nsa.py", "!interfaces/seer.py"),
     "layer": _LAYER, "grid": _LAYER, "host": _LAYER, "streaming": _LAYER, "rollout": _LAYER,
     "vsa": (*_LAYER, "ssta/trained/*"),
     "pipeline": _STEP, "recipe": _STEP, "quality": _STEP, "fine_tune": _STEP, "gate": _STEP, "few_steps": _STEP, "few_fine_tune": _STEP,
@@ -104,7 +102,7 @@ def matches(path: str, patterns: Sequence[str], gpu: str) -> bool:
 @lru_cache
 def _changed_code(tree: Path, commit: str) -> tuple[str, ...] | None:
     """The Python files of the library whose code differs between ``commit`` and the working tree."""
-    diff = _git(tree, "diff", "--raw", "--no-renames", "--abbrev=40", "-z", commit, "--", "kernels", "ssta", "pipelines")
+    diff = _git(tree, "diff", "--raw", "--no-renames", "--abbrev=40", "-z", commit, "--", "kernels", "ssta", "pipelines", "interfaces")
     if diff is None:
         return None
     # ":mode mode blob blob status", path, and so on; a blob of zeros is none.

@@ -22,15 +22,16 @@ NAME = "ssta"
 LICENSE = "apache-2.0"
 # A kind of torch build -> the GPUs that it runs on, None where there are none. "+PTX": those and every newer one.
 BACKENDS: dict[str, list[str] | None] = {"cpu": None, "cuda": ["8.0+PTX"]}
-# Of ssta/: what the layout writes itself, what needs matplotlib, for which a kernel of the Hub may not ask, and links to the other folders.
-LEFT_OUT = {"__init__.py", "plot.py", "kernels", "pipelines"}
+# Of ssta/: what the layout writes itself, what needs matplotlib, for which a kernel of the Hub may not ask, the sign at an old place, and
+# links to the other folders.
+LEFT_OUT = {"__init__.py", "plot.py", "masks.py", "kernels", "pipelines", "interfaces"}
 
 
 def sources() -> dict[str, bytes]:
-    """What every variant holds, by its path there: ssta/ with kernels/ inside, entered by hub/door.py."""
+    """What every variant holds, by its path there: ssta/ with kernels/ and interfaces/ inside, entered by hub/door.py."""
     own = [(path.relative_to(ROOT / "ssta"), path) for path in (ROOT / "ssta").rglob("*.py")]
     found = {str(name): path for name, path in own if name.parts[0] not in LEFT_OUT}
-    found |= {str(path.relative_to(ROOT)): path for path in (ROOT / "kernels").rglob("*.py")}
+    found |= {str(path.relative_to(ROOT)): path for folder in ("kernels", "interfaces") for path in (ROOT / folder).rglob("*.py")}
     found |= {"__init__.py": HERE / "door.py"}
     return {path: file.read_bytes() for path, file in sorted(found.items())}
 

@@ -84,7 +84,7 @@ def block_sparse_attention(
     known = None if key is None else _known.get(key)
     if known is None:
         q, k, v = autocast_inputs(q=q, k=k, v=v)
-        _check(q, k, v, blocks)
+        check_inputs(q, k, v, blocks)
     out, lse = _attend(key, known, q, k, v, blocks, resolve_scale(scale, q.shape[3]), causal, deterministic, impl)
     return (out, lse) if return_lse else out
 
@@ -112,7 +112,8 @@ def _key(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool, dete
             k.dtype, k.get_device(), k.shape, k.stride(), v.dtype, v.get_device(), v.shape, v.stride())
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:
+    """Refuses tensors and lists that do not belong together, as ``block_sparse_attention`` says; ``autocast_inputs`` goes before."""
     # Asked for once: every question to a tensor costs a tenth of a microsecond, and there are fifty.
     dtype, device, q_shape, k_shape = q.dtype, q.device, q.shape, k.shape
     for name, x, shape in (("q", q, q_shape), ("k", k, k_shape), ("v", v, v.shape)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
 
@@ -20,10 +20,8 @@ from .blocks import BlockLists
 from .device import capability
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
-# A tensor core multiplies by at least 16 keys: shorter key blocks are no tiles, their keys are gathered one by one or compacted first.
+# A tensor core multiplies by at least 16 keys: a tile of a shorter key block is masked for the most part.
 SHORTEST_TILE = 16
-# Where this many query rows share a list of such blocks, its keys are compacted: copied behind one another. The backward always does.
-COMPACTED_ROWS = 512
 # The first whose tensor cores multiply bfloat16 and whose loads go to shared memory by themselves; for those before it Triton multiplies
 # without tensor cores.
 TRITON_CAPABILITY = (8, 0)
@@ -38,21 +36,16 @@ class PatternFacts(NamedTuple):
 
     max_q_length: int   # tokens of the longest query block
     max_kv_length: int  # tokens of the longest key block
-    capacity: int       # key blocks of a list at most
-    list_heads: int     # heads that have lists of their own
-    uniform: bool       # every block but the last of an axis has the same length
     shared: bool = True  # key blocks lie at the same tokens for all heads
 
     @classmethod
     def of(cls, blocks: BlockLists) -> PatternFacts:
-        uniform = (blocks.q_lengths is None and blocks.kv_lengths is None and isinstance(blocks.q_offsets, int)
-                   and isinstance(blocks.kv_offsets, int))
         shared = all([not isinstance(x, Tensor) or x.shape[1] == 1 for x in (blocks.kv_offsets, blocks.kv_lengths)])
-        return cls(blocks.max_q_length, blocks.max_kv_length, blocks.capacity, blocks.counts.shape[1], uniform, shared)
+        return cls(blocks.max_q_length, blocks.max_kv_length, shared)
 
 
 # A pattern that nobody has described counts as blocks that fill every kernel's tiles.
-LONG_BLOCKS = PatternFacts(2 * HOPPER_QUERY_BLOCK, 2 * HOPPER_BACKWARD_SHORT, 1, 1, True)
+LONG_BLOCKS = PatternFacts(2 * HOPPER_QUERY_BLOCK, 2 * HOPPER_BACKWARD_SHORT)
 
 
 class Where(NamedTuple):
@@ -96,14 +89,6 @@ class Problem(NamedTuple):
     facts: PatternFacts
     deterministic: bool = True
 
-    def compacts(self, backward: bool) -> bool:
-        """Whether listed keys are first copied behind one another. Copies know no positions; parts of equal size need uniform blocks."""
-        facts = self.facts
-        if self.causal or facts.max_kv_length >= SHORTEST_TILE or not facts.uniform or facts.capacity < 1:
-            return False
-        rows = facts.max_q_length * (self.heads // max(self.kv_heads, facts.list_heads))
-        return backward or rows >= COMPACTED_ROWS
-
 
 def _hopper_cannot(problem: Problem) -> str | None:
     where = problem.where
@@ -118,14 +103,14 @@ def _hopper_suits_not(problem: Problem) -> str | None:
     shortest = HOPPER_QUERY_BLOCK * (2 if problem.causal else 1)
     if facts.max_q_length < shortest:
         return f"pays from query blocks of {shortest} tokens on, got {facts.max_q_length}"
-    if facts.max_kv_length < SHORTEST_TILE and not problem.compacts(backward=False):
+    if facts.max_kv_length < SHORTEST_TILE:
         return f"takes key blocks of at least {SHORTEST_TILE} tokens, got {facts.max_kv_length}"
     return None
 
 
 def _hopper_backward_cannot(problem: Problem) -> str | None:
     longest = problem.facts.max_kv_length
-    if longest > HOPPER_BACKWARD_SHORT or problem.compacts(backward=True):
+    if longest > HOPPER_BACKWARD_SHORT:
         return None
     return f"has a backward for key blocks of more than {HOPPER_BACKWARD_SHORT} tokens, got {longest}"
 
@@ -149,11 +134,9 @@ class Implementation:
         forward, backward: "module:function" below ssta.kernels, imported when first chosen.
         cannot: why it cannot run at all, or None.
         suits_not: why "auto" skips it although it could run, or None.
-        gathered: the forward of key blocks too short for tiles, if it has one.
-        triton: whether its kernels are this package's own. Then its forward may write over q, and compacted keys are as good as
-            tiles to it.
+        triton: whether its kernels are this package's own. Then its forward may write over q.
         deterministic: whether its backward takes that argument; others have only one order of summing, or refuse it.
-        planned_backward: whether its backward over tiles of keys is a plan.
+        planned_backward: whether its backward is a plan.
         backward_cannot: why the backward is another row's although the forward runs, or None.
         verdict: where it was taken, what is known of its results, or None.
         outruns_dense: whether attention to all blocks takes less time this way than torch's SDPA.
@@ -164,7 +147,6 @@ class Implementation:
     backward: str
     cannot: Callable[[Problem], str | None] = lambda problem: None
     suits_not: Callable[[Problem], str | None] = lambda problem: None
-    gathered: str | None = None
     triton: bool = True
     deterministic: bool = False
     planned_backward: bool = False
@@ -181,8 +163,7 @@ TABLE = (
     Implementation("cudnn", "cudnn.attention:cudnn_forward", "cudnn.attention:cudnn_backward", cudnn.cannot, cudnn.suits_not, triton=False,
                    backward_cannot=cudnn.backward_cannot, verdict=cudnn.verdict),
     Implementation("triton", "portable.forward:triton_forward", "portable.backward:triton_backward", _triton_cannot,
-                   lambda problem: None if problem.where.device_type == "cuda" else "is interpreted on a CPU, for tests",
-                   gathered="portable.gathered:gathered_forward"),
+                   lambda problem: None if problem.where.device_type == "cuda" else "is interpreted on a CPU, for tests"),
     Implementation("torch", "eager.blocks:torch_forward", "eager.blocks:torch_backward", triton=False),
 )
 # The specification is not in the table: only an explicit choice takes it. Where autograd does not record it, as inside of an operator, its
@@ -198,7 +179,6 @@ class Pass(NamedTuple):
     """One direction of a Route."""
 
     kernels: str  # a name of TABLE
-    keys: str     # "tiles", "gathered" key by key, or "compacted": copied behind one another, then tiles
     path: str     # "module:function"
 
     def load(self) -> Callable:
@@ -212,7 +192,7 @@ class Route:
 
     Args:
         name: "hopper", "cudnn", "triton", "torch" or "reference"; of the forward.
-        forward, backward: which kernels, and how they read the listed keys.
+        forward, backward: which kernels.
         rejected: (name, reason) of the faster implementations that were not taken; empty where ``impl`` named one.
         device_type: where it runs.
         verdict: what is known of a library's results, or None.
@@ -229,13 +209,13 @@ class Route:
 
     @property
     def in_place(self) -> bool:
-        """Whether the forward is a step of its own over tiles of keys: it can write its result over q, and be a part of a plan."""
-        return self.forward.keys == "tiles" and _ROWS[self.forward.kernels].triton
+        """Whether the forward can write its result over q, and be a part of a plan."""
+        return _ROWS[self.forward.kernels].triton
 
     @property
     def planned_backward(self) -> bool:
         """Whether the backward can be a part of a plan."""
-        return self.backward.keys == "tiles" and _ROWS[self.backward.kernels].planned_backward
+        return _ROWS[self.backward.kernels].planned_backward
 
     @property
     def takes_deterministic(self) -> bool:
@@ -277,9 +257,7 @@ class Route:
         return self.backward.load()(dout, dlse, q, k, v, out, lse, blocks, scale, causal, *order)
 
     def __str__(self) -> str:
-        keys = "" if self.forward.keys == "tiles" else f", keys {self.forward.keys}"
-        backward = "" if self.backward.kernels == self.name else f", backward {self.backward.kernels}"
-        return f"{self.name}{keys}{backward}"
+        return self.name if self.backward.kernels == self.name else f"{self.name}, backward {self.backward.kernels}"
 
 
 def choose_route(
@@ -289,13 +267,12 @@ def choose_route(
     """What ``impl`` stands for: a pure function of its arguments, of the kind of GPU and of what is installed.
 
     "auto" takes the first row of TABLE that can run and suits. On a GPU with float16 or bfloat16 that is "hopper" on a Hopper GPU (sm_90)
-    with head_dim 64 or 128, a longest query block of at least 64 tokens (causal 128) and a longest key block of at least 16, or shorter
-    ones that are compacted first; on a Blackwell GPU (sm_100, 103, 110, 120) "cudnn", if a release of nvidia-cudnn-frontend is installed
-    that was checked, has kernels for the problem, and passes its self-check, which runs when it is first asked for; else "triton" with
-    head_dim 16 to 256 from sm_80 on. "torch" for everything else. The backward of "hopper" is the portable one for key blocks of up to 64
-    tokens that are not compacted, that of "cudnn" where it has none for the problem or ``deterministic`` asks for gradients of the same
-    bits every time. Under Triton's interpreter (TRITON_INTERPRET=1 when Triton is first imported) an explicit "triton" also runs on a CPU,
-    with float16.
+    with head_dim 64 or 128, a longest query block of at least 64 tokens (causal 128) and a longest key block of at least 16; on a
+    Blackwell GPU (sm_100, 103, 110, 120) "cudnn", if a release of nvidia-cudnn-frontend is installed that was checked, has kernels for the
+    problem, and passes its self-check, which runs when it is first asked for; else "triton" with head_dim 16 to 256 from sm_80 on. "torch"
+    for everything else. The backward of "hopper" is the portable one for key blocks of up to 64 tokens, that of "cudnn" where it has none
+    for the problem or ``deterministic`` asks for gradients of the same bits every time. Under Triton's interpreter (TRITON_INTERPRET=1 when
+    Triton is first imported) an explicit "triton" also runs on a CPU, with float16.
 
     Raises:
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
@@ -318,22 +295,6 @@ def require_impl(impl: str, choices: tuple[str, ...] = IMPLEMENTATIONS) -> str:
     return impl
 
 
-def choose_token_impl(impl: str, device: torch.device, dtype: torch.dtype, *head_dims: int) -> str:
-    """"auto" is "triton" on a GPU from sm_80 on with float16 or bfloat16 and head dimensions of 16 to 256, else "torch": the same rows of
-    TABLE, for lists of single query tokens, which fill no tile of "hopper".
-
-    Raises:
-        ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
-    """
-    name = require_impl(impl, TOKEN_IMPLEMENTATIONS)
-    routes = {choose_route(name, device, dtype, dim, SINGLE_TOKENS).name for dim in head_dims}
-    return "triton" if routes == {"triton"} else "torch"
-
-
-TOKEN_IMPLEMENTATIONS = ("auto", "torch", "triton")
-SINGLE_TOKENS = LONG_BLOCKS._replace(max_q_length=1)
-
-
 def decide(name: str, problem: Problem) -> Route:
     """``choose_route`` for plain facts, of a GPU that need not be there."""
     rejected = []
@@ -352,19 +313,8 @@ def decide(name: str, problem: Problem) -> Route:
         if not reason:
             break
         backward_rejected.append((backward.name, reason))
-    forward_keys, backward_keys = _keys(row, problem, False), _keys(backward, problem, True)
-    return Route(row.name, Pass(row.name, forward_keys, row.gathered if forward_keys == "gathered" and row.gathered else row.forward),
-                 Pass(backward.name, backward_keys, backward.backward), tuple(rejected), problem.where.device_type, row.verdict(problem),
-                 tuple(backward_rejected))
-
-
-def _keys(row: Implementation, problem: Problem, backward: bool) -> str:
-    """How a row's kernels read the listed keys."""
-    if not row.triton:
-        return "tiles"
-    if problem.compacts(backward):
-        return "compacted"
-    return "gathered" if row.gathered and not backward and problem.facts.max_kv_length < SHORTEST_TILE else "tiles"
+    return Route(row.name, Pass(row.name, row.forward), Pass(backward.name, backward.backward), tuple(rejected), problem.where.device_type,
+                 row.verdict(problem), tuple(backward_rejected))
 
 
 _decided = lru_cache(maxsize=1024)(decide)
@@ -378,13 +328,7 @@ def _load(chosen: Pass) -> Callable:
         except ImportError as error:
             raise ImportError(f"impl={chosen.kernels!r} requires triton: pip install triton, or choose impl='torch'") from error
     module, function = chosen.path.split(":")
-    found = getattr(import_module(f".{module}", __package__), function)
-    if chosen.keys == "compacted":
-        from .portable import compacted
-
-        around = compacted.compacted_forward if function.endswith("forward") else compacted.compacted_backward
-        return partial(around, found)
-    return found
+    return getattr(import_module(f".{module}", __package__), function)
 
 
 def interpreting() -> bool:

@@ -72,7 +72,7 @@ def test_named_make_commands_exist(document):
 
 def test_nothing_says_to_install_ssta_by_name():
     """It is not on PyPI, where whoever registers the name would be installed."""
-    sources = [path for folder in ("ssta", "kernels", "pipelines", "comfyui", "examples", "benchmark", "hub")
+    sources = [path for folder in ("ssta", "kernels", "pipelines", "interfaces", "comfyui", "examples", "benchmark", "hub")
                for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".toml", ".txt")]
     found = [path.name for path in (*[ROOT / document for document in DOCUMENTS], *sources)
              if re.search(r"pip install [^`\n]*?(?<![\w./-])ssta\b", path.read_text())]

@@ -1,4 +1,4 @@
-"""The import rules: arrows point from pipelines to ssta to kernels, and `import ssta` loads torch and nothing heavier."""
+"""The import rules: arrows point from pipelines to ssta to kernels, nothing imports interfaces, and `import ssta` loads torch alone."""
 
 import ast
 import importlib
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FLOORS = {"ssta": "ssta", "kernels": "ssta.kernels", "pipelines": "ssta.pipelines"}
+FLOORS = {"ssta": "ssta", "kernels": "ssta.kernels", "pipelines": "ssta.pipelines", "interfaces": "ssta.interfaces"}
 # A folder of kernels/ -> the folders that it may import besides itself and the modules at the top.
 MAY_IMPORT = {"eager": (), "lowering": (), **dict.fromkeys(("portable", "hopper", "cudnn", "prologue"), ("lowering",))}
 # A room of pipelines/ -> what of the others it may import: rooms, or modules of theirs.
@@ -25,16 +25,35 @@ ROOMS = {"schedule": (), "ranks": ("patch.call", "patch.family"),
 # Rooms that run without diffusers.
 WITHOUT_DIFFUSERS = ("schedule", "plugs")
 # At the top, what runs the implementations and is therefore imported by none of these folders; and the specification.
-ABOVE = ("attention", "tokens", "backend", "op", "routing", "reference", "interfaces")
+ABOVE = ("attention", "backend", "op", "routing", "reference")
 # Where Triton is imported when a file is loaded.
 TRITON = ("portable", "hopper", "cudnn", "lowering")
 # Names in the door of kernels/: at most so many.
 DOOR = 12
-# The second door, which interfaces/ may take from besides the first.
-TOKENS = "ssta.kernels.tokens"
-# What interfaces/ and the floors above may take of kernels/ besides its doors: ground that all floors stand on and that knows nothing of
-# attention.
+# What the other floors may take of kernels/ besides its door: ground that all floors stand on and that knows nothing of attention.
 COMMON = ("checks", "memo", "notices", "operators", "routing")
+# The door of the attention that interfaces/ adds.
+TOKENS = "ssta.interfaces.tokens"
+# What interfaces/ may take besides: of kernels/ the parts of its own kernels, of ssta/ the selection for flex-block-attn's masks.
+LENT = {
+    "ssta.kernels.attention": ("check_inputs",),
+    "ssta.kernels.block_forms": ("in_range", "per_query_head", "prefix_mask"),
+    "ssta.kernels.device": ("DeviceLimits", "device_limits", "multiprocessors"),
+    "ssta.kernels.eager.steps": ("GATHER_ELEMENTS", "attend", "compute_dtype"),
+    "ssta.kernels.lowering.arguments": ("view",),
+    "ssta.kernels.lowering.chunks": ("block_lists", "kv_partition", "q_partition"),
+    "ssta.kernels.lowering.inputs": ("strided", "tma_ok"),
+    "ssta.kernels.lowering.outputs": ("empty_outputs",),
+    "ssta.kernels.lowering.primitives": ("LN2", "LOG2E", "block_bounds", "finish_softmax", "finite_or_zero", "gather_rows", "load_rows",
+                                         "merged_lse", "of_head", "own_rows", "part_weights", "row_of_lists", "softmax_step", "store_rows",
+                                         "tanh"),
+    "ssta.kernels.lowering.quick_launch": ("FUSED",),
+    "ssta.kernels.portable.backward": ("DELTA_ROWS", "delta_kernel"),
+    "ssta.kernels.portable.config": ("LaunchConfig", "fit", "padded", "step"),
+    "ssta.checks": ("require_triple",), "ssta.layer": ("Tiled", "prepared"), "ssta.spec": ("LayerSpec",), "ssta.window": ("near",),
+}
+# Its file that takes from ssta/.
+MASKS = "interfaces/flex_block_attn.py"
 # Files of ssta/ that may ask whether anybody watches: what calls of a layer and of a cache, and an exchange, are to a compiler, a mode or a
 # tracer.
 MAY_ASK = ("ssta/op.py", "ssta/cache_op.py", "ssta/ranks/world.py")
@@ -104,7 +123,8 @@ def room(module: str) -> str | None:
 
 
 def needs_triton(module: str) -> bool:
-    return room(module) in TRITON or room(module) == "prologue" and module.endswith("_kernel")
+    return (room(module) in TRITON or room(module) == "prologue" and module.endswith("_kernel")
+            or module.startswith(f"{TOKENS}.triton."))
 
 
 def violations(path: str, source: str) -> list[str]:
@@ -145,12 +165,18 @@ def violations(path: str, source: str) -> list[str]:
                 found.append(f"{below[0]} imports {taken}")
         if floor == "ssta" and is_in(target, "ssta.pipelines"):
             found.append("ssta knows nothing of pipelines")
+        if floor != "ssta.interfaces" and is_in(target, "ssta.interfaces"):
+            found.append("nothing imports interfaces")
         by_the_door = target == "ssta.kernels" and imported.name in door() or room(target) in COMMON and imported.name is not None
-        if floor != "ssta.kernels" and is_in(target, "ssta.kernels") and not by_the_door:
+        lent = floor == "ssta.interfaces" and imported.name in LENT.get(imported.module, ())
+        if floor != "ssta.kernels" and is_in(target, "ssta.kernels") and not (by_the_door or lent):
             found.append(f"kernels is entered by its door, not for {target} {imported.name or ''}".rstrip())
-        by_the_second = target == TOKENS and imported.name in door(TOKENS)
-        if own == "interfaces" and is_in(target, floor) and room(target) != own and not (by_the_door or by_the_second):
-            found.append(f"interfaces enter kernels by its doors, not for {target} {imported.name or ''}".rstrip())
+        outside = top == "ssta" and not is_in(target, "ssta.kernels") and not is_in(target, floor)
+        if floor == "ssta.interfaces" and outside and not (path == MASKS and (lent or imported.name in door("ssta"))):
+            found.append(f"interfaces know nothing of {target} {imported.name or ''}".rstrip())
+        by_tokens = target == TOKENS and imported.name in door(TOKENS)
+        if floor == "ssta.interfaces" and not is_in(module, TOKENS) and is_in(target, TOKENS) and not by_tokens:
+            found.append(f"interfaces enter tokens by its door, not for {target} {imported.name or ''}".rstrip())
         if floor == "ssta" and imported.name == "watched" and path not in MAY_ASK:
             found.append(f"only {' and '.join(MAY_ASK)} ask who watches")
         other = room(target)
@@ -162,7 +188,7 @@ def violations(path: str, source: str) -> list[str]:
 
 
 def package_files() -> list[str]:
-    """Those of the three floors; ssta/kernels and ssta/pipelines are links, which rglob does not follow."""
+    """Those of the four floors; ssta/kernels, ssta/pipelines and ssta/interfaces are links, which rglob does not follow."""
     return sorted(str(path.relative_to(ROOT)) for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -172,13 +198,34 @@ def test_the_door_of_kernels_is_narrow_and_users_are_told_of_everything_in_it():
     assert {name for name in door() if not re.search(rf"\b{name}\b", told)} == set()
 
 
-def test_everything_in_the_second_door_is_wanted_by_an_interface():
-    taken = {imported.name for path in package_files() if path.startswith("kernels/interfaces/")
-             for imported in imports_of((ROOT / path).read_text(), ".".join(["ssta", *Path(path).parts[:-1]])) if imported.module == TOKENS}
-    assert door(TOKENS) == taken
+def taken_by(folder: str) -> dict[str, set[str | None]]:
+    """The names that the files of a folder import, by module."""
+    taken: dict[str, set[str | None]] = {}
+    for path in package_files():
+        if path.startswith(folder):
+            for imported in imports_of((ROOT / path).read_text(), ".".join(["ssta", *Path(path).parts[:-1]])):
+                taken.setdefault(imported.module, set()).add(imported.name)
+    return taken
 
 
-@pytest.mark.parametrize("module", ["ssta.kernels", TOKENS])
+def test_everything_in_the_door_of_tokens_is_wanted_by_an_interface():
+    assert door(TOKENS) == taken_by("interfaces/")[TOKENS]
+
+
+def test_interfaces_are_lent_nothing_that_they_do_not_take():
+    taken = taken_by("interfaces/")
+    assert {module: {*names} for module, names in LENT.items()} == {module: taken.get(module) for module in LENT}
+
+
+@pytest.mark.parametrize("module, place", [
+    ("ssta.kernels.interfaces", "ssta.interfaces"), ("ssta.kernels.interfaces.flashinfer", "ssta.interfaces"),
+    ("ssta.masks", "ssta.interfaces")])
+def test_programs_are_told_where_a_module_is(module, place):
+    with pytest.raises(ImportError, match=rf"\b{place}\b"):
+        importlib.import_module(module)
+
+
+@pytest.mark.parametrize("module", ["ssta.kernels", "ssta.interfaces", TOKENS])
 def test_what_is_in_a_door_is_there_and_says_what_it_is(module):
     for name in door(module):
         value = getattr(importlib.import_module(module), name)
@@ -245,11 +292,20 @@ def test_file_keeps_the_import_rules(path):
     ("kernels/portable/tail.py", "def f():\n    from ..backend import choose_backend"),
     ("kernels/lowering/chunks.py", "from ..hopper import config"),
     ("kernels/prologue/select_kernel.py", "def f():\n    from ..eager.blocks import steps"),
-    ("kernels/interfaces/other.py", "from ...layout import TileLayout"),
-    ("kernels/interfaces/other.py", "from ..attention import block_sparse_attention"),
-    ("kernels/interfaces/other.py", "from ..tokens import KeyLists"),
-    ("kernels/interfaces/other/more.py", "def f():\n    from ...portable.probabilities import importance"),
-    ("kernels/interfaces/other.py", "from .. import blocks"),
+    ("interfaces/other.py", "from ..layout import TileLayout"),
+    ("interfaces/other.py", "from .. import SSTAConfig"),
+    ("interfaces/flex_block_attn.py", "from ..layer import Layer"),
+    ("interfaces/other.py", "from ..kernels.attention import block_sparse_attention"),
+    ("interfaces/other.py", "from .tokens import KeyLists"),
+    ("interfaces/other.py", "from .tokens.lists import Packed"),
+    ("interfaces/flashinfer/more.py", "def f():\n    from ..tokens.triton.probabilities import importance"),
+    ("interfaces/tokens/blocks.py", "from .triton.gathered import gathered_forward"),
+    ("interfaces/tokens/blocks.py", "from ...kernels.lowering.chunks import chunks_of"),
+    ("interfaces/other.py", "from ..kernels import blocks"),
+    ("interfaces/other.py", "from ..pipelines import Schedule"),
+    ("kernels/routing.py", "def f():\n    from ..interfaces.tokens import block_attention"),
+    ("ssta/attention.py", "def f():\n    from .interfaces import flex_block_attn_func"),
+    ("pipelines/patch/apply.py", "from ssta.interfaces import install"),
     ("kernels/device.py", "import diffusers"),
     ("kernels/cudnn/attention.py", "import cudnn"),
     ("kernels/cudnn_check.py", "from .cudnn.attention import cudnn_forward"),
@@ -285,8 +341,10 @@ def test_a_broken_rule_is_seen(path, source):
 @pytest.mark.parametrize("path, source", [
     ("kernels/attention.py", "def f():\n    import triton\n    from .portable.forward import triton_forward"),
     ("kernels/portable/forward.py", "import triton\nfrom ..lowering import primitives\nfrom .config import forward_config"),
-    ("kernels/interfaces/other.py", "from .. import BlockLists\nfrom ..checks import require_int\nfrom ..tokens import token_attention"),
-    ("kernels/interfaces/other/more.py", "from ... import merge_attention\nfrom ..packed import pack_heads"),
+    ("interfaces/other.py", "from ..kernels import BlockLists\nfrom ..kernels.checks import require_int\nfrom .tokens import Packed"),
+    ("interfaces/flashinfer/more.py", "from ...kernels import merge_attention\nfrom ..packed import pack_heads"),
+    ("interfaces/tokens/triton/lists.py", "import triton\nfrom ....kernels.lowering.primitives import LOG2E"),
+    ("interfaces/flex_block_attn.py", "from .. import SSTAConfig\nfrom ..layer import prepared"),
     ("ssta/selection.py", "from .kernels import BlockLists\nfrom .layout import TileLayout"),
     ("ssta/report.py", "from ssta.kernels import choose_route\nfrom ssta.kernels.operators import on_device"),
     ("ssta/op.py", "from .kernels.operators import watched"),
@@ -309,9 +367,9 @@ import sys, torch
 def loaded(statements, before=frozenset(sys.modules)):
     exec(statements)
     print(*set(sys.modules) - before)
-loaded('''import ssta, ssta.kernels, ssta.masks
+loaded('''import ssta, ssta.kernels
 from ssta import SSTAConfig, TokenLayout, ssta_3d_attention
-from ssta.kernels.interfaces import flashinfer, flex_block_attn, magi_attention''')
+from ssta.interfaces import flashinfer, flex_block_attn, magi''')
 loaded("import {', '.join(PLUGS)}")
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -333,7 +391,7 @@ def test_a_fresh_process(tmp_path):
     run = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     first, plugs, *refused = run.stdout.splitlines()
-    assert "ssta.masks" in first.split() and {*PLUGS} <= {*plugs.split()}
+    assert "ssta.interfaces.tokens.blocks" in first.split() and {*PLUGS} <= {*plugs.split()}
     assert {name.split(".")[0] for name in plugs.split()} - {"ssta", "torch"} - sys.stdlib_module_names == set()
     said = "needs diffusers 0.42, which is not installed: pip install 'diffusers==0.42.*' transformers accelerate"
     assert refused == [f"ImportError ssta.pipelines{name} {said}" for name in (".apply_ssta", ".WAN", ".evaluation")]

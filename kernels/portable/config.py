@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..device import HOPPER_SHARED_MEMORY, DeviceLimits
 from ..lowering.quick_launch import FUSED
-
-# Bytes for the compacted keys and values.
-COMPACTED_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def forward_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLim
     best = _best("forward", head_dim, limits)
     if q_block <= 32 and limits.asynchronous and head_dim <= 128:
         best = LaunchConfig(32, 64, 2 if q_block <= 16 else 4, 3)
-    return _fit(best, head_dim, q_block, kv_block, limits, stationary=1, ahead=forward_reads_ahead(head_dim, best.block_m, limits))
+    return fit(best, head_dim, q_block, kv_block, limits, stationary=1, ahead=forward_reads_ahead(head_dim, best.block_m, limits))
 
 
 def forward_reads_ahead(head_dim: int, block_m: int, limits: DeviceLimits) -> bool:
@@ -96,76 +93,14 @@ def dq_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) 
     # Five stages of 64 keys fit beside 128 rows.
     if kv_block <= 64 and q_block >= 128 and head_dim <= 128 and limits.tma and limits.shared_memory >= HOPPER_SHARED_MEMORY:
         best = LaunchConfig(128, 64, 8, 5)
-    return _fit(best, head_dim, q_block, kv_block, limits, stationary=2, transposed=1)
+    return fit(best, head_dim, q_block, kv_block, limits, stationary=2, transposed=1)
 
 
 def dkv_config(head_dim: int, q_block: int, kv_block: int, limits: DeviceLimits) -> LaunchConfig:
     """The one of dK and dV."""
     best = _best("dkv", head_dim, limits)
-    fitted = _fit(best, head_dim, kv_block, q_block, limits, stationary=2, transposed=2)
+    fitted = fit(best, head_dim, kv_block, q_block, limits, stationary=2, transposed=2)
     return LaunchConfig(fitted.block_n, fitted.block_m, fitted.num_warps, fitted.num_stages)
-
-
-def gathered_config(head_dim: int, q_block: int, limited: bool, limits: DeviceLimits, ordered: bool = False) -> LaunchConfig:
-    """The one of the forward that gathers keys; ``limited`` where it masks scores.
-
-    With ``ordered``, a causal order among the listed keys, there is one stage. With two or three, kernels that Triton 3.6 compiled for an
-    H200 leave out keys that a row should see, where blocks of one key make tiles of 32; the compiled code does not show why. The test
-    test_a_causal_order_needs_one_stage in tests/interfaces/test_flashinfer.py fails once a version of Triton does not.
-
-    A tile holds keys of any blocks, so the blocks' length plays no part. The numbers are not measured: they are what compiles for sm_90a
-    without spilling registers and without a serialised wgmma: at head_dim 128, 128 keys spill 140 bytes a thread, and with masks 64 keys
-    spill 900 and 128 keys 8,900. At head_dim 256 with masks only 32 rows escape the serialised wgmma, and spill 500.
-    """
-    if head_dim > 128:
-        best = LaunchConfig(32, 32, 4, 2) if limited else LaunchConfig(128, 32, 8, 3)
-    else:
-        best = LaunchConfig(128, 32 if limited else 64, 8, 3)
-    if ordered:
-        best = replace(best, num_stages=1)
-    elif not limited and not limits.asynchronous:
-        # Fewer leave one copy of a tile, because ids and bounds are looked up one after the other before keys are loaded.
-        best = replace(best, num_stages=5)
-    # Masks and the search for NaN pass through some shared memory of their own.
-    return _fit(best, head_dim, q_block, best.block_n, limits, stationary=1, ahead=False, spare=8192 * limited)
-
-
-# Times of the next two: one H200, Triton 3.6, bfloat16, head_dim 128, 65,536 tokens, 64 query heads on 4, blocks of 64, 16 for a token.
-
-
-def token_config(group: int, head_dim: int, v_head_dim: int, limits: DeviceLimits, tiles: bool) -> LaunchConfig:
-    """The one of the kernels for lists of one query token: ``block_m`` holds the query heads of a key/value head. ``tiles``: blocks come
-    as tiles of keys, not key by key.
-
-    Tiles through TMA: 32 keys, 2 warps and two copies take 16.3 ms forward; 64 keys 16.9 with 2 warps and 17.0 with 4; 32 keys with 4
-    warps 22. Two copies are those of three stages: a quarter of the tokens takes 1.99 ms, in four stages 2.14, in five 2.70. Key by key: in
-    a step of decoding (batch 16, 32,768 keys, every tenth block, 32 heads on 8) 64 keys with 4 warps in three stages take 0.062 ms, in five
-    0.080; 32 keys 0.063. Fewer than 16 rows cannot be multiplied by the tensor cores.
-    """
-    m = max(16, 1 << (group - 1).bit_length())
-    wide = _padded(head_dim) + _padded(v_head_dim) > 256
-    if tiles and limits.tma and m <= 32 and not wide:
-        return LaunchConfig(m, 32, 2, 3)
-    return LaunchConfig(m, 32 if wide else 64, 8 if m >= 128 else 4, 3)
-
-
-def token_dkv_config(head_dim: int, v_head_dim: int, block_size: int) -> LaunchConfig:
-    """The one of their dK and dV, which hold ``block_n`` keys and stream ``block_m`` rows of queries.
-
-    Of the whole backward's 54 ms with 64 rows by 64 keys, 8 warps and two stages, 32 rows with 4 warps and three stages save 12.4, 64 rows
-    with 4 warps 6.6; 128 rows cost 20. The addresses of gathered rows take registers: 32 by 32 is what fits beyond a head_dim of 128.
-    """
-    keys = 64 if _padded(head_dim) + _padded(v_head_dim) <= 256 and block_size > 32 else min(_step(block_size, 64), 32)
-    return LaunchConfig(32, keys, 4, 3 if keys == 64 else 2)
-
-
-def token_splits(programs: int, steps: int, multiprocessors: int) -> int:
-    """How many programs share one list of at most ``steps`` steps, given how many ``programs`` there are without sharing.
-
-    Four programs a multiprocessor are in flight; a program keeps at least two steps, and a power of two keeps the kernels few.
-    """
-    wanted = min(4 * multiprocessors // max(programs, 1), steps // 2, 64)
-    return 1 << (max(wanted, 1).bit_length() - 1)
 
 
 def _best(kernel: str, head_dim: int, limits: DeviceLimits) -> LaunchConfig:
@@ -175,19 +110,19 @@ def _best(kernel: str, head_dim: int, limits: DeviceLimits) -> LaunchConfig:
     return row[(head_dim > 64) + (head_dim > 128)]
 
 
-def _padded(dim: int) -> int:
+def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def _fit(config: LaunchConfig, head_dim: int, rows: int, streamed_block: int, limits: DeviceLimits, stationary: int,
+def fit(config: LaunchConfig, head_dim: int, rows: int, streamed_block: int, limits: DeviceLimits, stationary: int,
          ahead: bool = True, transposed: int = 0, spare: int = 0) -> LaunchConfig:
     """Shrinks a configuration until its tiles are no longer than the pattern's blocks and fit in shared memory, less ``spare`` bytes.
 
     ``stationary`` tiles of ``block_m`` rows stay for the whole program; two tiles of ``block_n`` rows are streamed, loaded ``ahead`` as
     ``next_start`` says, and of ``transposed`` of them tcgen05 wants another copy, turned round.
     """
-    m, n, stages = _step(rows, config.block_m), _step(streamed_block, config.block_n), config.num_stages
-    dim = _padded(head_dim)
+    m, n, stages = step(rows, config.block_m), step(streamed_block, config.block_n), config.num_stages
+    dim = padded(head_dim)
     turned = transposed if limits.products == "tcgen05" else 0
 
     def bytes_used() -> int:
@@ -212,7 +147,7 @@ def _fit(config: LaunchConfig, head_dim: int, rows: int, streamed_block: int, li
     return LaunchConfig(m, n, config.num_warps if m >= min(config.block_m, 128) else min(config.num_warps, 4), stages)
 
 
-def _step(block: int, largest: int) -> int:
+def step(block: int, largest: int) -> int:
     """The tokens taken at once from a block: the largest power of two that wastes little of it."""
     if block % largest == 0 or block > 4 * largest:
         return largest

@@ -182,7 +182,7 @@ def test_every_csv_says_what_it_depends_on():
         staleness.ages(path.stem, [])
     with pytest.raises(ValueError, match="must say in SOURCES what speed_h200.csv depends on"):
         staleness.ages("speed_h200", [])
-    library = [path.relative_to(staleness.ROOT).as_posix() for floor in ("kernels", "ssta", "pipelines")
+    library = [path.relative_to(staleness.ROOT).as_posix() for floor in ("kernels", "ssta", "pipelines", "interfaces")
                for path in sorted((staleness.ROOT / floor).glob("**/*.py"))]
     for kind, patterns in staleness.SOURCES.items():
         assert any(staleness.matches(path, patterns, "hopper") for path in library), kind

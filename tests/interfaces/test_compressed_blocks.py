@@ -6,8 +6,8 @@ import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from token_oracle import INTERPRETED, assert_as_exact_as_torch, dense
 
-from ssta.kernels.interfaces import native_sparse_attention as module
-from ssta.kernels.interfaces import parallel_nsa, parallel_nsa_compression, parallel_nsa_topk, selected_attention
+from ssta.interfaces import nsa as module
+from ssta.interfaces import parallel_nsa, parallel_nsa_compression, parallel_nsa_topk, selected_attention
 
 IMPLEMENTATIONS = [pytest.param("cpu", "torch", id="torch"), pytest.param("cuda", "triton", id="gpu-triton", marks=pytest.mark.gpu)]
 everywhere = pytest.mark.parametrize("device, impl", IMPLEMENTATIONS)
@@ -228,7 +228,7 @@ def test_refuses(changes, error, message):
 
 
 def test_forward_under_its_own_name():
-    from ssta.kernels.interfaces import parallel_nsa_fwd
+    from ssta.interfaces import parallel_nsa_fwd
 
     q, k, v, cu_seqlens, _ = case("the last of packed", "cpu", torch.float32)
     indices = torch.randint(-1, 4, (*q.shape[:2], 2, 3))

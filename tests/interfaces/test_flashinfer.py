@@ -9,7 +9,7 @@ from flashinfer_cases import paged, small_inputs, small_plan
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from interface_oracle import assert_exact, dense
 
-from ssta.kernels.interfaces import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper, convert_bsr_mask_layout
+from ssta.interfaces import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper, convert_bsr_mask_layout
 
 # (device, dtype, backend)
 INTERPRETED = [] if torch.cuda.is_available() else [pytest.param("cpu", torch.float16, "triton", id="interpreter")]
@@ -104,7 +104,7 @@ def test_block_sparse_against_float64(device, dtype, backend, limits, sizes, hea
 @pytest.mark.xfail(raises=AssertionError, reason="Triton 3.6 hides keys where loads are pipelined: gathered_config takes one stage. Where "
                    "this passes, ordered= has no use there any more.")
 def test_a_causal_order_needs_one_stage(monkeypatch):
-    from ssta.kernels.portable import config, gathered
+    from ssta.interfaces.tokens.triton import config, gathered
 
     def pipelined(*arguments, ordered: bool, **options):
         return config.gathered_config(*arguments, **options)

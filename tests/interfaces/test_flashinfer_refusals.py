@@ -5,7 +5,7 @@ import pytest
 import torch
 from flashinfer_cases import paged, small_inputs, small_plan
 
-from ssta.kernels.interfaces import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper, convert_bsr_mask_layout
+from ssta.interfaces import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper, convert_bsr_mask_layout
 
 PLAN = dict(indptr=torch.tensor([0, 1, 3]), indices=torch.tensor([1, 0, 1]), M=8, N=8, R=4, C=4, num_qo_heads=2, num_kv_heads=1,
             head_dim=16)

@@ -6,7 +6,7 @@ import torch
 from cases import spread
 from interface_oracle import EVERYWHERE, assert_exact, dense, with_gradients
 
-from ssta.kernels.interfaces import create_sparse_mask, flex_block_attn_func
+from ssta.interfaces import create_sparse_mask, flex_block_attn_func
 
 
 def tokens_of(mask, q_block, kv_block):

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from ssta.kernels import interfaces
-from ssta.kernels.interfaces import flex_block_attn_func, install, uninstall
+from ssta import interfaces
+from ssta.interfaces import flex_block_attn_func, install, uninstall
 
 NAME = "flex_block_attn"
 
@@ -57,14 +57,14 @@ def test_programs_get_our_function():
 
 
 def test_a_library_whose_name_is_a_function_of_another():
-    magi = interfaces.block_sparse_attn
+    magi = interfaces.magi.block_sparse_attn
     with install("block_sparse_attn"):
         import block_sparse_attn
         from block_sparse_attn.block_sparse_attn_interface import block_streaming_attn_func
 
     assert block_sparse_attn.block_streaming_attn_func is block_streaming_attn_func is interfaces.block_streaming_attn_func
     assert block_sparse_attn.block_sparse_attn_func is interfaces.block_sparse_attn_func
-    assert interfaces.block_sparse_attn is magi is interfaces.magi_attention.block_sparse_attn
+    assert interfaces.magi.block_sparse_attn is magi
     assert "block_sparse_attn" not in sys.modules
 
 

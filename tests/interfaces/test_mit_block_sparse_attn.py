@@ -7,7 +7,7 @@ import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from interface_oracle import EVERYWHERE, assert_exact, dense, with_gradients
 
-from ssta.kernels.interfaces import (
+from ssta.interfaces import (
     block_sparse_attn_func,
     block_streaming_attn_func,
     install,

@@ -7,8 +7,8 @@ import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from token_oracle import INTERPRETED, assert_as_exact_as_torch, dense, everywhere
 
-from ssta.kernels.interfaces import parallel_nsa, selected_attention
-from ssta.kernels.interfaces.native_sparse_attention import native_sparse_attention
+from ssta.interfaces import parallel_nsa, selected_attention
+from ssta.interfaces.nsa import native_sparse_attention
 
 
 def inputs(batch, tokens, heads, kv_heads, dim, v_dim, device, dtype=torch.float16, kv_tokens=None):
@@ -116,7 +116,7 @@ def test_the_last_tokens_of_packed_sequences(device, impl, window):
 @everywhere
 @pytest.mark.parametrize("window", [1, 2, 7, 30])
 def test_window_and_gates(device, impl, window, monkeypatch):
-    from ssta.kernels.interfaces import native_sparse_attention as module
+    from ssta.interfaces import nsa as module
 
     monkeypatch.setattr(module, "WINDOW_BLOCK", 4)
     (q, k, v), indices, _, block_size = case("one group", device)
@@ -220,8 +220,8 @@ def test_splits_change_nothing(device, impl):
     """A list shared by several programs, as few tokens on a large GPU have it."""
     if impl != "triton":
         return
-    from ssta.kernels.portable.token_forward import triton_token_forward
-    from ssta.kernels.token_lists import Packed, lists_from_ids
+    from ssta.interfaces.tokens.lists import Packed, lists_from_ids
+    from ssta.interfaces.tokens.triton.forward import triton_token_forward
 
     q, k, v = (x[0] for x in inputs(1, 3, 4, 2, 16, 16, device, kv_tokens=300))
     cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (3, 300))
@@ -241,16 +241,16 @@ def test_long_lists_are_split(device, impl, monkeypatch):
     """All tokens look at the first block, as at an attention sink, so that its list is split into pieces and others are not."""
     if impl != "triton":
         return
-    from ssta.kernels.portable import token_backward as triton_token_backward
-    from ssta.kernels.token_lists import KeyLists
+    from ssta.interfaces.tokens.lists import KeyLists
+    from ssta.interfaces.tokens.triton import backward
 
-    monkeypatch.setattr(triton_token_backward, "PIECES", 4)
-    monkeypatch.setattr(triton_token_backward, "SHORTEST_PIECE", 4)
+    monkeypatch.setattr(backward, "PIECES", 4)
+    monkeypatch.setattr(backward, "SHORTEST_PIECE", 4)
     q, k, v = inputs(1, 40, 4, 2, 16, 16, device)
     indices = torch.randint(-1, 5, (1, 40, 2, 2))
     indices[..., 0] = 0
     counts = torch.tensor([[40, 3, 0], [0, 21, 40]])
-    pieces, slots = triton_token_backward._pieces(KeyLists(None, None, torch.empty(160, dtype=torch.int32), None, counts))
+    pieces, slots = backward._pieces(KeyLists(None, None, torch.empty(160, dtype=torch.int32), None, counts))
     assert pieces.number.tolist() == [2, 1, 1, 1, 1, 2] and slots == 8
     attend = partial(selected_attention, block_indices=indices.to(device), block_size=8, return_lse=True, impl=impl)
     check(attend, (q, k, v), visible_keys(indices, None, 8, 4, 40), 0.25)
@@ -281,8 +281,8 @@ def test_compiles_without_a_break(impl):
 
 def test_operator_registration():
     """torch's own checks of schema, fake tensors and autograd registration."""
-    from ssta.kernels.token_lists import Packed, lists_from_ids
-    from ssta.kernels.tokens import _forward
+    from ssta.interfaces.tokens.attention import _forward
+    from ssta.interfaces.tokens.lists import Packed, lists_from_ids
 
     q, k, v = (x[0].requires_grad_() for x in inputs(1, 12, 4, 2, 16, 8, "cpu", torch.float32))
     cu = torch.tensor([0, 12], dtype=torch.int32)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ssta.kernels.interfaces import parallel_nsa, selected_attention
-from ssta.kernels.interfaces.native_sparse_attention import native_sparse_attention
+from ssta.interfaces import parallel_nsa, selected_attention
+from ssta.interfaces.nsa import native_sparse_attention
 
 
 def inputs(batch=1, tokens=8, dtype=torch.float16):
@@ -43,6 +43,13 @@ def call(**changes):
 def test_refuses_before_any_kernel_runs(changes, error, message):
     with pytest.raises(error, match=message):
         call(**changes)
+
+
+@pytest.mark.parametrize("changes", [dict(block_indices=None), dict(g_cmp=torch.zeros(1, 0, 4))])
+def test_blocks_cannot_be_made_of_no_token(changes):
+    q, k, v = inputs(tokens=0)
+    with pytest.raises(ValueError, match=r"k must have at least 1 token, of which blocks are made, got shape \(1, 0, 2, 16\)"):
+        call(**dict(q=q, k=k, v=v, block_indices=torch.zeros(1, 0, 2, 3, dtype=torch.int32)) | changes)
 
 
 def test_factory_refuses():

@@ -7,7 +7,7 @@ import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from token_oracle import assert_as_exact_as_torch, dense, everywhere
 
-from ssta.kernels.interfaces import (
+from ssta.interfaces import (
     attn_pooling,
     attn_pooling_qkv_varlen,
     block_1d_gqa_sparse_attn_varlen_func,

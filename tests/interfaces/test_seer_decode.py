@@ -7,7 +7,7 @@ import torch
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from token_oracle import assert_close, dense, everywhere
 
-from ssta.kernels.interfaces import (
+from ssta.interfaces import (
     block_sparse_flash_decode_gqa_indice,
     block_sparse_flash_decode_gqa_mask,
     block_sparse_flash_decode_leftpad_gqa_indice,

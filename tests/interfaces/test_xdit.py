@@ -10,7 +10,7 @@ import torch
 from published import published
 
 from ssta import ssta_3d_attention
-from ssta.kernels.interfaces import flex_block_attn_func, install
+from ssta.interfaces import flex_block_attn_func, install
 
 pytestmark = pytest.mark.slow  # importing xDiT takes seconds
 TILE, DIM = (2, 4, 4), 32

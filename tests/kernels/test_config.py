@@ -9,7 +9,7 @@ import torch
 from ssta.kernels import device
 from ssta.kernels.device import HOPPER_SHARED_MEMORY, DeviceLimits
 from ssta.kernels.hopper.config import hopper_forward_config, split
-from ssta.kernels.portable.config import forward_config, gathered_config
+from ssta.kernels.portable.config import forward_config
 from ssta.kernels.routing import choose_route
 
 
@@ -84,13 +84,3 @@ def test_blocks_of_up_to_64_queries_have_programs_of_one_warpgroup(head_dim, kv_
     assert all(other.warpgroups > 1 and other.programs == 1 for other in others)
     # Where blocks may be shorter than a chunk, several fill one.
     assert (config.pieces, hopper_forward_config(head_dim, 64, kv_block, False, optimistic, ragged=True).pieces) == (1, 4)
-
-
-@pytest.mark.parametrize("limits", [
-    DeviceLimits(227 << 10, tma=True, products="wgmma"), DeviceLimits(163 << 10, tma=False), DeviceLimits(99 << 10, tma=False)],
-    ids=["hopper", "a100", "rtx"])
-@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-@pytest.mark.parametrize("rows", [1, 16, 128])
-def test_a_causal_order_among_listed_keys_takes_one_stage(head_dim, rows, limits):
-    # With more, rows miss keys: tests/interfaces/test_flashinfer.py, test_a_causal_order_needs_one_stage.
-    assert gathered_config(head_dim, rows, True, limits, ordered=True).num_stages == 1

@@ -22,8 +22,8 @@ from ssta.kernels.routing import LONG_BLOCKS, Pass, Problem, Route, Where, decid
 GPU = torch.device("cuda", 0)
 # Short, so that short blocks have several.
 SLOTS = (16, 32)
-DIRECT = Route("cudnn", Pass("cudnn", "tiles", "cudnn.attention:cudnn_forward"),
-               Pass("cudnn", "tiles", "cudnn.attention:cudnn_backward"), (), "cpu")
+DIRECT = Route("cudnn", Pass("cudnn", "cudnn.attention:cudnn_forward"),
+               Pass("cudnn", "cudnn.attention:cudnn_backward"), (), "cpu")
 
 
 def _missing():

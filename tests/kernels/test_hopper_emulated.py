@@ -315,25 +315,6 @@ def test_gradients_of_blocks_that_end_within_a_chunk(late, deterministic):
     assert all(x[:, :, :240].isfinite().all() and torch.equal(x[:, :, :240], y[:, :, :240]) for x, y in zip(clean, dirty))
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-def test_compacted_keys(late):
-    """Runs of copied keys as blocks, of which the memory behind the copies is NaN; two heads share a run, query blocks are the batch."""
-    from ssta.kernels.portable.compacted import compacted_backward, compacted_forward
-
-    kept = torch.rand(1, 2, 3, 220) < 0.6
-    kept[0, 1, 0] = False
-    blocks = BlockLists.from_mask(kept, 64, 1)
-    q, k, v = inputs(1, 4, 2, 150, 220, 64)
-    out, lse = compacted_forward(partial(run, "forward", late=late), q, k, v, blocks, 0.125, False)
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    attend = partial(reference_attention, blocks=blocks, scale=0.125, causal=False)
-    exact = attention_with_gradients(attend, *(x.double() for x in (q, k, v)), dout, dlse)
-    grads = compacted_backward(partial(run, "backward", late=late), dout, dlse, q, k, v, out, lse, blocks, 0.125, False, True)
-    torch.testing.assert_close(lse.double(), exact[1], rtol=1e-4, atol=1e-4)
-    for got, right in zip((out, *grads), (exact[0], *exact[2:])):
-        torch.testing.assert_close(got.double(), right, rtol=5e-3, atol=5e-3)
-
-
 def test_a_deterministic_backward_gives_the_same_bits():
     """However its programs are interleaved."""
     blocks = BlockLists.from_mask(torch.rand(1, 7, 7) < 0.8, 64, 128)

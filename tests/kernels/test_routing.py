@@ -9,10 +9,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route, notices, routing
 from ssta.kernels.eager.blocks import torch_backward, torch_forward
-from ssta.kernels.routing import LONG_BLOCKS, SINGLE_TOKENS, TABLE, Problem, Where
+from ssta.kernels.routing import LONG_BLOCKS, TABLE, Problem, Where
 
 CPU = torch.device("cpu")
-SHORT_KEYS = PatternFacts(384, 1, 9, 2, True)
+SHORT_KEYS = PatternFacts(384, 1)
 
 
 gpus = pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0), None], ids=["sm80", "sm90", "sm100", "sm120", "amd"])
@@ -36,7 +36,7 @@ def test_auto_follows_device_dtype_and_shape(capability):
     short = LONG_BLOCKS._replace(max_q_length=63), LONG_BLOCKS._replace(max_q_length=127)
     found = [name(facts=facts, causal=facts is short[1]) for facts in short]
     assert found == ["triton"] * 2, "short query blocks"
-    assert name(facts=SHORT_KEYS._replace(uniform=False)) == "triton", "short key blocks are gathered"
+    assert name(facts=SHORT_KEYS) == "triton", "Hopper's tiles of short key blocks would be nearly empty"
     assert name(dim=80) == "triton"
     assert name(torch.float32, 128) == "torch"
     assert name(dim=512) == "torch"
@@ -57,24 +57,21 @@ def test_the_reasons_name_every_faster_implementation(capability):
 def test_gpus_without_the_kernels_tensor_cores_take_plain_torch(older):
     """And say why."""
     reason = f"requires an Ampere GPU (sm_80) or a later one, got sm_{older[0]}{older[1]}"
-    for facts in (LONG_BLOCKS, SHORT_KEYS, SINGLE_TOKENS):
+    for facts in (LONG_BLOCKS, SHORT_KEYS, LONG_BLOCKS._replace(max_q_length=1)):
         taken = route("auto", older, facts=facts)
         assert taken.name == "torch" and f"not 'triton', which {reason}" in taken.explain() and taken.slow_fallback.endswith(reason)
         with pytest.raises(ValueError, match="impl='triton' requires an Ampere GPU"):
             route("triton", older, facts=facts)
 
 
-def test_how_short_keys_are_read():
-    def keys(facts, **options):
+def test_whose_backward_goes_with_a_forward():
+    def kernels(facts, **options):
         taken = route("auto", (9, 0), facts=facts, heads=16, kv_heads=2, **options)
-        return taken.name, taken.forward.keys, taken.backward.kernels, taken.backward.keys
+        return taken.name, taken.backward.kernels
 
-    assert keys(LONG_BLOCKS) == ("hopper", "tiles", "hopper", "tiles")
-    assert keys(LONG_BLOCKS._replace(max_kv_length=64)) == ("hopper", "tiles", "triton", "tiles")
-    assert keys(SHORT_KEYS) == ("hopper", "compacted", "hopper", "compacted")
-    assert keys(SHORT_KEYS, causal=True) == ("triton", "gathered", "triton", "tiles")
-    assert keys(SHORT_KEYS._replace(max_q_length=16)) == ("triton", "gathered", "triton", "compacted")
-    assert keys(SHORT_KEYS._replace(uniform=False)) == ("triton", "gathered", "triton", "tiles")
+    assert kernels(LONG_BLOCKS) == ("hopper", "hopper")
+    assert kernels(LONG_BLOCKS._replace(max_kv_length=64)) == ("hopper", "triton")
+    assert kernels(SHORT_KEYS) == kernels(SHORT_KEYS, causal=True) == ("triton", "triton")
 
 
 def test_what_a_route_needs():
@@ -83,8 +80,6 @@ def test_what_a_route_needs():
     assert (hopper.takes_deterministic, triton.takes_deterministic) == (True, False)
     short = route("hopper", (9, 0), facts=LONG_BLOCKS._replace(max_kv_length=64))
     assert not short.takes_deterministic, "its backward is the portable one"
-    compacted = route("auto", (9, 0), facts=SHORT_KEYS, heads=16, kv_heads=2)
-    assert not compacted.in_place and compacted.takes_deterministic
 
 
 @pytest.mark.parametrize("impl, dtype, dim, message", [
@@ -112,9 +107,8 @@ def test_an_impl_that_a_cpu_has_not_raises(impl, message):
 def test_every_row_names_functions_that_exist():
     pytest.importorskip("triton")
     for row in TABLE:
-        for path in filter(None, (row.forward, row.backward, row.gathered)):
-            for keys in ("tiles", "compacted") if row.triton else ("tiles",):
-                assert callable(routing.Pass(row.name, keys, path).load())
+        for path in (row.forward, row.backward):
+            assert callable(routing.Pass(row.name, path).load())
 
 
 @gpus

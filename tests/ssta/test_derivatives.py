@@ -16,8 +16,8 @@ from ssta import (
     ssta_attention,
     video_sparse_attention,
 )
+from ssta.interfaces import selected_attention
 from ssta.kernels import BlockLists, block_sparse_attention, merge_attention
-from ssta.kernels.interfaces import selected_attention
 
 THW = (2, 3, 4)
 LAYOUT = TokenLayout.video_text(THW)

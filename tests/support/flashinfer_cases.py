@@ -2,7 +2,7 @@
 
 import torch
 
-from ssta.kernels.interfaces import BlockSparseAttentionWrapper
+from ssta.interfaces import BlockSparseAttentionWrapper
 
 
 def small_plan(**options):

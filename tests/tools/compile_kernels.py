@@ -89,20 +89,20 @@ def attend(dim: int, dtype: torch.dtype, q_block: int, kv_block: int, causal: bo
 
 
 def gather(dim: int, limited: bool) -> None:
+    from ssta.interfaces.tokens.triton.gathered import gathered_forward
     from ssta.kernels import BlockLists
-    from ssta.kernels.portable.gathered import ElementMask, gathered_forward
 
     blocks = BlockLists.from_mask(torch.ones(1, 2, 2, 48, dtype=torch.bool), 128, 1)
     q = torch.zeros(1, 2, 256, dim, dtype=torch.bfloat16)
     k, v = (torch.zeros(1, 2, 48, dim, dtype=torch.bfloat16) for _ in range(2))
-    mask = ElementMask(mask=torch.ones(96, 128, 1, dtype=torch.bool), first_entry=torch.tensor([0, 48]).int()) if limited else None
-    gathered_forward(q, k, v, blocks, 1.0, False, mask)
+    mask = dict(mask=torch.ones(96, 128, 1, dtype=torch.bool), first_entry=torch.tensor([0, 48]).int()) if limited else {}
+    gathered_forward(q, k, v, blocks, 1.0, False, **mask)
 
 
 def attend_to_tokens(dim: int, group: int, block: int) -> None:
-    from ssta.kernels.portable.token_backward import triton_token_backward
-    from ssta.kernels.portable.token_forward import triton_token_forward
-    from ssta.kernels.token_lists import Packed, lists_from_ids
+    from ssta.interfaces.tokens.lists import Packed, lists_from_ids
+    from ssta.interfaces.tokens.triton.backward import triton_token_backward
+    from ssta.interfaces.tokens.triton.forward import triton_token_forward
 
     q, k = (torch.zeros(256, heads, dim, dtype=torch.bfloat16) for heads in (2 * group, 2))
     offsets = torch.tensor([0, 256], dtype=torch.int32)
@@ -156,7 +156,7 @@ def hold(dim: int, dtype: torch.dtype, hopper: bool = False) -> None:
 
 AMD = ("gfx942", "gfx950")
 FORWARD, BACKWARD = r"portable\.forward\._forward_", r"portable\.backward\._d(q|kv)_"
-GATHERED, TOKENS = r"portable\.gathered\._", r"portable\.token_(forward|backward)\._(forward|dq|dkv)_"
+GATHERED, TOKENS = r"tokens\.triton\.gathered\._", r"tokens\.triton\.(forward|backward)\._(forward|dq|dkv)_"
 TAIL, HOPPER_TAIL, HELD = r"portable\.tail_", r"hopper\.tail_", r"portable\.(coded|held)"
 HOPPER_FORWARD, HOPPER_BACKWARD = r"hopper\.forward\.", r"hopper\.backward\."
 

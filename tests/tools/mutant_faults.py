@@ -227,10 +227,19 @@ FAULTS = (
            "tests/ssta/test_attention.py::test_attention_is_the_definition_with_its_gradients")),
 
     # Interfaces
-    Fault("Block-Sparse-Attention: streaming heads see a block less", "kernels/interfaces/mit_block_sparse_attn.py",
+    Fault("FlashInfer's plan keeps its caller's mask", "interfaces/flashinfer/plan.py",
+          "mask = mask.to(device, non_blocking=non_blocking, copy=True)", "mask = mask.to(device, non_blocking=non_blocking)",
+          ("tests/interfaces/test_shared_memory.py::test_a_plan_keeps_no_buffer_of_its_caller",)),
+    Fault("a mask of pairs lies on torch's default device", "interfaces/flex_block_attn.py",
+          "torch.zeros(number, number, dtype=torch.bool, device=\"cpu\")", "torch.zeros(number, number, dtype=torch.bool)",
+          ("tests/interfaces/test_shared_memory.py::test_torchs_defaults_change_no_bit_of_a_call",)),
+    Fault("short key blocks with a causal mask are compacted", "interfaces/tokens/blocks.py",
+          "if causal or not uniform", "if not uniform",
+          ("tests/interfaces/test_short_blocks.py::test_how_short_key_blocks_are_read",)),
+    Fault("Block-Sparse-Attention: streaming heads see a block less", "interfaces/block_sparse_attn.py",
           "(column >= seen - local)", "(column > seen - local)",
           ("tests/interfaces/test_mit_block_sparse_attn.py::test_every_kind_of_head",)),
-    Fault("Block-Sparse-Attention: a window's first block counts as seen wholly", "kernels/interfaces/mit_block_sparse_attn.py",
+    Fault("Block-Sparse-Attention: a window's first block counts as seen wholly", "interfaces/block_sparse_attn.py",
           "(key > query_end - local)", "(key > query - local)",
           ("tests/interfaces/test_mit_block_sparse_attn.py::test_streaming_by_tokens",)),
 

@@ -28,7 +28,7 @@ from mutant_faults import FAULTS, Fault  # noqa: E402
 
 # Not python -m pytest, nor with the current folder on sys.path, where kernels/ would hide the package that diffusers asks for.
 PYTEST = "import sys; sys.path.remove(''); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-COPIED = ("ssta", "kernels", "pipelines", "tests", "benchmark", "src", "pyproject.toml")
+COPIED = ("ssta", "kernels", "pipelines", "interfaces", "tests", "benchmark", "src", "pyproject.toml")
 
 
 def problem(fault: Fault, root: Path = ROOT) -> str | None:

@@ -36,9 +36,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ssta import SSTAConfig, TokenLayout, ssta_3d_attention, ssta_attention
+from ssta.interfaces import attn_pooling, block_sparse_flash_decode_gqa_indice, parallel_nsa, selected_attention
+from ssta.interfaces.tokens import block_attention
 from ssta.kernels import BlockLists, block_sparse_attention
 from ssta.kernels.backend import Where, choose
-from ssta.kernels.interfaces import attn_pooling, block_sparse_flash_decode_gqa_indice, parallel_nsa, selected_attention
 
 TOOLS = {"memcheck": ["--tool", "memcheck"], "racecheck": ["--tool", "racecheck", "--racecheck-report", "hazard"]}
 OPTIONS = ["--print-limit", "1000000", "--show-backtrace", "no"]
@@ -76,11 +77,11 @@ def offsets_outside(impl: str) -> None:
     block_sparse_attention(q, k, v, blocks, impl=impl).float().sum().backward()
 
 
-def gathered_keys() -> None:
+def single_keys(attend) -> None:
     q, k, v = make(1, 2, 70, 64), *make(2, 1, 1, 90, 64)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     blocks = BlockLists.from_mask(torch.rand(1, 1, 5, 90, device="cuda") < 0.3, 16, 1)
-    block_sparse_attention(*leaves, blocks, impl="triton").float().sum().backward()
+    attend(*leaves, blocks, impl="triton").float().sum().backward()
 
 
 def layer(padding: str) -> None:
@@ -177,7 +178,8 @@ FAMILIES = {
     "triton, causal": partial(ragged_attention, "triton", 64, causal=True),
     "hopper, offsets outside": partial(offsets_outside, "hopper"),
     "triton, offsets outside": partial(offsets_outside, "triton"),
-    "gathered keys": gathered_keys,
+    "single keys, gathered": partial(single_keys, lambda *given, **options: block_attention(*given, **options)[0]),
+    "single keys, as tiles": partial(single_keys, block_sparse_attention),
     "layer, partial tiles": partial(layer, "none"),
     "layer, zero tokens": partial(layer, "zero"),
     "estimate, hopper": partial(estimate, "hopper", 128, 1),

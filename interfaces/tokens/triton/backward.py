@@ -1,8 +1,8 @@
 """Backward kernels for lists of one query token: dQ along the lists, dK and dV along their inverse. No atomics, so the same bits.
 
-The formulas are those of backward.py. A row of the dK and dV kernel is one query head of one listed token, so that tokens with
-few heads fill a tile together. A key block that very many tokens list, as the first of a sequence often is, would keep one program busy
-long after the others are done: such lists are split into pieces, whose sums are added in a fixed order.
+The formulas are those of kernels/portable/backward.py. A row of the dK and dV kernel is one query head of one listed token, so that
+tokens with few heads fill a tile together. A key block that very many tokens list, as the first of a sequence often is, would keep one
+program busy long after the others are done: such lists are split into pieces, whose sums are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import device_limits
-from ..lowering.arguments import view
-from ..lowering.primitives import LOG2E, finite_or_zero, gather_rows, load_rows, store_rows
-from ..lowering.quick_launch import FUSED
-from ..token_lists import KeyLists, TokenLists
-from .backward import DELTA_ROWS, delta_kernel
+from ....kernels.device import device_limits
+from ....kernels.lowering.arguments import view
+from ....kernels.lowering.primitives import LOG2E, finite_or_zero, gather_rows, load_rows, store_rows
+from ....kernels.lowering.quick_launch import FUSED
+from ....kernels.portable.backward import DELTA_ROWS, delta_kernel
+from ..lists import KeyLists, TokenLists
 from .config import token_config, token_dkv_config
-from .token_forward import key_tiles, list_parts, listed_block, listed_keys, load_tile
+from .forward import key_tiles, list_parts, listed_block, listed_keys, load_tile
 
 # Pieces that the lists of all key blocks together are split into, on top of one for each list. Twice as many blocks of dK and of dV are
 # allocated in float32: 128 MiB for blocks of 64 tokens at head_dim 128.

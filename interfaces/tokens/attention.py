@@ -1,7 +1,6 @@
-"""The second door: attention that is decided token by token, and what libraries with such attention ask of its probabilities.
+"""Attention by lists of single query tokens, and sums and maxima of its probabilities.
 
-What block_sparse_attention is to lists of query blocks, ``token_attention`` is to lists of single query tokens, and
-``attention_within_blocks`` to blocks of which a token sees a part. The implementation of each is loaded when it is first chosen.
+The implementation of each function is loaded when it is first chosen.
 """
 
 from __future__ import annotations
@@ -11,15 +10,26 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .block_forms import in_range, prefix_mask
-from .blocks import BlockLists
-from .checks import resolve_scale, without_autocast
-from .operators import NAMESPACE, differentiate_by, recorded, refuse_transforms, watched
-from .routing import TOKEN_IMPLEMENTATIONS, choose_route, choose_token_impl, require_impl
-from .token_lists import KeyLists, Packed, PaddedCache, TokenLists, lists_from_ids, lists_from_mask, lists_from_rows
+from ...kernels import PatternFacts, choose_route
+from ...kernels.checks import resolve_scale, without_autocast
+from ...kernels.operators import NAMESPACE, differentiate_by, recorded, refuse_transforms, watched
+from ...kernels.routing import require_impl
+from .lists import KeyLists, PaddedCache, TokenLists
 
-__all__ = ["Packed", "PaddedCache", "TokenLists", "attention_within_blocks", "importance", "listed_keys", "lists_from_ids",
-           "lists_from_mask", "lists_from_rows", "pooling", "token_attention"]
+TOKEN_IMPLEMENTATIONS = ("auto", "torch", "triton")
+# One token fills no tile of "hopper", however long the key blocks are.
+SINGLE_TOKENS = PatternFacts(1, 128)
+
+
+def choose_token_impl(impl: str, device: torch.device, dtype: torch.dtype, *head_dims: int) -> str:
+    """"auto" is "triton" on a GPU from sm_80 on with float16 or bfloat16 and head dimensions of 16 to 256, else "torch".
+
+    Raises:
+        ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
+    """
+    name = require_impl(impl, TOKEN_IMPLEMENTATIONS)
+    routes = {choose_route(name, device, dtype, dim, SINGLE_TOKENS).name for dim in head_dims}
+    return "triton" if routes == {"triton"} else "torch"
 
 
 def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale: float | None = None, impl: str = "auto"
@@ -62,9 +72,9 @@ def importance(q: Tensor, k: Tensor, lse: Tensor, firsts: Tensor, seen: Tensor, 
     others may be anything. ``impl`` is "triton" or "torch". No gradient.
     """
     if impl == "triton":
-        from .portable.probabilities import importance as found
+        from .triton.probabilities import importance as found
     else:
-        from .eager.probabilities import importance as found
+        from .eager import importance as found
     return found(q, k, lse, firsts, seen, scale)
 
 
@@ -78,13 +88,13 @@ def pooling(q: Tensor, k: Tensor, bounds: list[int], scale: float, block_size: i
         ValueError: blocks too large for "triton".
     """
     if impl == "triton":
-        from .portable.probabilities import LARGEST_BLOCK
-        from .portable.probabilities import triton_pooling as found
+        from .triton.probabilities import LARGEST_BLOCK
+        from .triton.probabilities import triton_pooling as found
 
         if block_size > LARGEST_BLOCK:
             raise ValueError(f"block_size must be at most {LARGEST_BLOCK} with impl='triton', got {block_size}")
     else:
-        from .eager.probabilities import torch_pooling as found
+        from .eager import torch_pooling as found
     with torch.no_grad():
         return [found(q[start:end], k[start:end], scale, block_size, into) for into, start, end in zip(by_block, bounds, bounds[1:])]
 
@@ -93,11 +103,11 @@ def pooling(q: Tensor, k: Tensor, bounds: list[int], scale: float, block_size: i
 def _implementation(impl: str):
     """(forward, backward) of an implementation, imported when first chosen."""
     if impl == "torch":
-        from .eager.tokens import torch_tokens_backward, torch_tokens_forward
+        from .eager import torch_tokens_backward, torch_tokens_forward
 
         return torch_tokens_forward, torch_tokens_backward
-    from .portable.token_backward import triton_token_backward
-    from .portable.token_forward import triton_token_forward
+    from .triton.backward import triton_token_backward
+    from .triton.forward import triton_token_forward
 
     return triton_token_forward, triton_token_backward
 
@@ -140,66 +150,3 @@ def _backward(
 
 
 differentiate_by(_backward, _forward, "token_attention")
-
-
-def attention_within_blocks(
-    q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, *, soft_cap: float = 0.0, mask: Tensor | None = None,
-    first_entry: Tensor | None = None, listed: tuple[Tensor, Tensor] | None = None, packed: int = 1, impl: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) as ``block_sparse_attention`` describes them, of scores and keys that are further limited. Arguments are not checked.
-
-    Args:
-        q: ``[B, Hq, Sq, D]``; k and v ``[B, Hkv, Skv, D]``; ``blocks`` as in ``block_sparse_attention``.
-        soft_cap: c > 0 caps a scaled score x to c * tanh(x / c); 0 does not.
-        mask: bool ``[entries, R, C]``: of its e-th listed block, token u of query block i sees token c where
-            ``mask[first_entry[i] + e, u, c]``.
-        first_entry: int32 ``[Nq]``, with ``mask``; lists shared by batch and heads.
-        listed: ``listed_keys(blocks, Skv)``: of a query block of L tokens with n listed keys, in the order of the list, token u sees the
-            first n - L + u + 1.
-        packed: that many neighbouring rows of q are one token, seen by several heads; q's block sizes are in rows.
-        impl: "auto" is "triton" on a GPU and "torch", a loop in plain torch, on a CPU. No other is there.
-    """
-    if require_impl(impl) not in TOKEN_IMPLEMENTATIONS:
-        raise ValueError(f"backend must be 'auto', 'triton' or 'torch' with a soft cap, masks inside blocks or causal order, got {impl!r}")
-    if impl == "auto":
-        impl = "torch" if q.device.type == "cpu" else "triton"
-    if impl == "triton":
-        choose_route(impl, q.device, q.dtype, q.shape[-1])
-    order, total = listed or (None, None)
-    with torch.no_grad():
-        return _within_blocks(q, k, v, *blocks.to_fields(), mask, first_entry, order, total, scale, soft_cap, packed, impl)
-
-
-def listed_keys(blocks: BlockLists, kv_len: int) -> tuple[Tensor, Tensor]:
-    """(listed keys before each listed block, int32 as the indices; listed keys, int32 as the counts). The lists' heads are those of the
-    key blocks' bounds, where these have several."""
-    sizes = blocks.kv_bounds(kv_len)[1].expand(*blocks.counts.shape[:2], -1)
-    ids = blocks.indices
-    known = in_range(ids, prefix_mask(blocks.counts, blocks.capacity), sizes.shape[-1])
-    size = sizes.gather(2, ids.where(known, 0).flatten(2).long()).view(ids.shape).where(known, 0)
-    behind = size.cumsum(-1, dtype=torch.int32)
-    return behind - size, size.sum(-1, dtype=torch.int32)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::attention_within_blocks", mutates_args=())
-def _within_blocks(
-    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None,
-    q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None, max_q_length: int, max_kv_length: int,
-    mask: Tensor | None, first_entry: Tensor | None, order: Tensor | None, total: Tensor | None,
-    scale: float, soft_cap: float, packed: int, impl: str,
-) -> tuple[Tensor, Tensor]:
-    blocks = BlockLists.from_fields(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
-                                    max_kv_length)
-    with without_autocast(q.device.type):
-        if impl == "triton":
-            from .portable.gathered import ElementMask, gathered_forward
-
-            return gathered_forward(q, k, v, blocks, scale, False, ElementMask(soft_cap, mask, first_entry, order, total, packed))
-        from .eager.blocks import torch_within
-
-        return torch_within(q, k, v, blocks, scale, soft_cap, mask, first_entry, total, packed)
-
-
-@_within_blocks.register_fake
-def _(q, k, v, *_):
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import require_bool, require_int, require_integers
-from ...routing import IMPLEMENTATIONS
+from ...kernels.checks import require_bool, require_int, require_integers
+from ...kernels.routing import IMPLEMENTATIONS
 from .plan import Options, WrapperPlan, bsr_places, plan_block_mask, plan_bsr, plan_variable, planned_dtype
 
 # FlashInfer's names for its own kernels, which choose nothing here.
@@ -124,7 +124,8 @@ class BlockSparseAttentionWrapper(_Wrapper):
             q_data_type, kv_data_type: dtype of q, k and v: float16 or bfloat16, and on a CPU float32 and float64. The second is the first.
                 float8_e4m3fn and float8_e5m2 too: such inputs are scaled to o_data_type first, or to bfloat16 where no kernel takes that.
             o_data_type: dtype of what ``run`` returns; float16 unless said otherwise, whatever q's, as upstream.
-            non_blocking: copies from the CPU to the device do not wait.
+            non_blocking: copies from the CPU to the device do not wait. Pinned buffers must keep their values until then; all others may
+                be written to as soon as ``plan`` returns.
             block_mask: bool ``[num_qo_heads or num_kv_heads, MB, NB]``, in place of indptr and indices, which must then be None: a pattern
                 for every head.
             kv_cache_page_size: p entries a page: keys lie in a cache of pages, of which the first N entries are planned for; column c is
@@ -135,9 +136,7 @@ class BlockSparseAttentionWrapper(_Wrapper):
         bool ``[Nq, Nk]``, ``[B, Nq, Nk]`` or ``[B, H, Nq, Nk]``, and block_size tokens for both. dtypes are q's; ``run`` then takes and
         returns tensors of these shapes. It never synchronises.
 
-        What differs from upstream: any head dimension, soft cap together with any R and C, a causal mask also for R * num_qo_heads /
-        num_kv_heads < 4, packed masks of several rows, block_mask on any GPU with its own pattern for every query head; rows without
-        keys give zeros. float8 inputs save no time, and products are as exact as the wider dtype's. Pages in "HND" layout are copied.
+        float8 inputs save no time, and products are as exact as the wider dtype's. Pages in "HND" layout are copied.
         """
         options = Options.checked(num_qo_heads, num_kv_heads, head_dim, causal, pos_encoding_mode, use_fp16_qk_reduction,
                                   logits_soft_cap, sm_scale)
@@ -224,9 +223,6 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
             causal, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta, non_blocking: as in
                 ``BlockSparseAttentionWrapper.plan``; under ``causal`` listed keys stand in the order of the sequence.
             q_data_type, kv_data_type: dtype of q, k, v and of the result.
-
-        What differs from upstream: sums of the block sizes are checked; blocks of 0 tokens and a map without any block are legal; the plan
-        keeps lists of blocks, not of tokens, so it is as small as the map.
         """
         if isinstance(block_mask_map, Tensor) and block_mask_map.is_floating_point():
             raise ValueError("block_mask_map must be a bool tensor [num_kv_heads, MB, NB], got a floating-point one: plan takes "
@@ -249,9 +245,6 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
             k, v: ``[num_kv_heads, kv_len, head_dim]``.
             The others, the result and the errors: as in ``BlockSparseAttentionWrapper.run``; out has the planned dtype, and out and lse
                 have heads before tokens.
-
-        What differs from upstream: ``out`` and ``lse`` have the result's shape and are what is returned, where upstream wants its internal
-        layout there and returns copies.
         """
         return self._planned().run(q, k, v, self._impl, NO_SCALES, out, lse, return_lse)
 

@@ -10,11 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import block_sparse_attention
-from ..checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, require_values, resolve_scale
-from ..routing import choose_token_impl
-from ..tokens import Packed, PaddedCache, TokenLists, lists_from_mask, lists_from_rows, pooling, token_attention
+from ..kernels.checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, require_values, resolve_scale
 from .packed import BlockSpans, packed_blocks
+from .tokens import (
+    Packed,
+    PaddedCache,
+    TokenLists,
+    block_attention,
+    choose_token_impl,
+    lists_from_mask,
+    lists_from_rows,
+    pooling,
+    token_attention,
+)
 
 
 def block_1d_gqa_sparse_attn_varlen_func(
@@ -36,10 +44,7 @@ def block_1d_gqa_sparse_attn_varlen_func(
         block_size: tokens of a key block.
 
     Returns:
-        ``[T, Hq, Dv]`` in q's dtype; 0 for a token that sees nothing.
-
-    Differentiable in q, k and v for any group size; bitwise deterministic. Does not synchronise, where upstream reads
-    cu_seqlens back; takes 4 bytes an entry of block_mask, twice that with gradients. Keyword arguments work, unlike upstream.
+        ``[T, Hq, Dv]`` in q's dtype. Takes 4 bytes for each entry of block_mask, twice that with gradients.
     """
     max_seqlen, block_size = require_int("max_seqlen", max_seqlen, 1), require_int("block_size", block_size, 1)
     q, k, v, packed = _check_packed(q, k, v, cu_seqlens_k, cu_seqlens_q)
@@ -70,10 +75,7 @@ def block_2d_sparse_attn_varlen_func(
         impl: as in ``block_sparse_attention``.
 
     Returns:
-        ``[T, Hq, D]`` in q's dtype; 0 for a token that sees nothing.
-
-    Differentiable in q, k and v. Differs from upstream on purpose: k and v need not be repeated to Hq heads, and their gradients are right
-    without; cu_seqlens are not read back.
+        ``[T, Hq, D]`` in q's dtype.
     """
     max_seqlen, block_size = require_int("max_seqlen", max_seqlen, 1), require_int("block_size", block_size, 1)
     q, k, v, packed = _check_packed(q, k, v, cu_seqlens_k, cu_seqlens_q)
@@ -85,7 +87,7 @@ def block_2d_sparse_attn_varlen_func(
     q_cut, kv_cut = (BlockSpans.of(cu[:-1], cu, block_size, number) for cu in (packed.cu_q, packed.cu_k))
     blocks = packed_blocks(block_mask.tril(), q_cut, kv_cut, block_size)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = block_sparse_attention(q, k, v, blocks, scale=sm_scale, causal=True, impl=impl)
+    out, _ = block_attention(q, k, v, blocks, scale=sm_scale, causal=True, impl=impl)
     return out[0].transpose(0, 1)
 
 
@@ -108,7 +110,6 @@ def attn_pooling(
         ``[B, Hq, N, N]``, N = ceil(max_seqlen / block_size): its max over the rows of a query block, each row divided by its sum + 1e-6.
 
     No gradient, as upstream; never a matrix of tokens by tokens. Reads cu_seqlens back, because the list's shapes depend on it.
-    Differs from upstream on purpose: float16 inputs give float16, not bfloat16, and scores are not rounded to it before the exponential.
     """
     q, k, _ = check_token_inputs(q, k, k)
     check_tensor("cu_seqlens", cu_seqlens, INTEGERS, (None,), "[B + 1]", q.device)
@@ -180,10 +181,7 @@ def block_sparse_flash_decode_gqa_indice(
         sm_scale: factor on the scores; default 1 / sqrt(D).
 
     Returns:
-        ``[B, Hq, Dv]`` in q's dtype. Bitwise deterministic; does not wait for the device (synchronise).
-
-    Differs from upstream on purpose: a sequence without a visible key gives 0, not NaN; parts are merged in float32, not in q's dtype;
-    the number of splits follows the GPU's multiprocessors.
+        ``[B, Hq, Dv]`` in q's dtype.
     """
     return _attend(q, k_cache, v_cache, cache_seqlens, "block_indices", block_indices, block_size, sm_scale, impl, left=False,
                    max_cache_seqlen=max_cache_seqlen, max_selected_blocks=max_selected_blocks)
@@ -197,7 +195,7 @@ def block_sparse_flash_decode_gqa_mask(
 
     Args:
         block_mask: bool ``[B, Hkv, ceil(Smax / block_size)]``, True keeps the block.
-        The others, the result and the differences: as in ``block_sparse_flash_decode_gqa_indice``.
+        The others and the result: as in ``block_sparse_flash_decode_gqa_indice``.
     """
     return _attend(q, k_cache, v_cache, cache_seqlens, "block_mask", block_mask, block_size, sm_scale, impl, left=False,
                    max_cache_seqlen=max_cache_seqlen)
@@ -210,10 +208,8 @@ def block_sparse_flash_decode_leftpad_gqa_indice(
     """Decoding by lists of block numbers in a left-padded cache: sequence b's keys are the last ``cache_seqlens[b]``.
 
     Args:
-        block_indices: int32 ``[B, Hkv, S]``. Blocks are counted from the padded cache's first place, so that the first one with keys may
-            hold padding too; its padding is skipped.
-        The others, the result and the differences: as in ``block_sparse_flash_decode_gqa_indice``. Upstream has no such function; it
-        completes the four.
+        block_indices: int32 ``[B, Hkv, S]``. Blocks are counted from the padded cache's first place; padding is skipped.
+        The others and the result: as in ``block_sparse_flash_decode_gqa_indice``. Upstream has no such function.
     """
     return _attend(q, k_cache, v_cache, cache_seqlens, "block_indices", block_indices, block_size, sm_scale, impl, left=True)
 
@@ -225,11 +221,10 @@ def block_sparse_flash_decode_leftpad_gqa_mask(
     """Decoding by a mask of blocks in a left-padded cache: sequence b's keys are the last ``cache_seqlens[b]``.
 
     Args:
-        block_mask: bool ``[B, Hkv, ceil(Smax / block_size)]``. Blocks are counted from the padded cache's first place, so that the first
-            one with keys may hold padding too; its padding is skipped.
+        block_mask: bool ``[B, Hkv, ceil(Smax / block_size)]``, whose blocks are counted so too.
         first_block_unmasked: also keep the first block with keys, whatever block_mask says of it.
         debug: must be False: upstream then returns buffers of its own kernel, which this one does not have.
-        The others, the result and the differences: as in ``block_sparse_flash_decode_gqa_indice``.
+        The others and the result: as in ``block_sparse_flash_decode_gqa_indice``.
     """
     require_bool("first_block_unmasked", first_block_unmasked)
     require_bool("debug", debug)

@@ -7,8 +7,7 @@ import torch
 from cases import spread
 
 from ssta import ssta_3d_attention
-from ssta.kernels.interfaces import flex_block_attn_func
-from ssta.masks import create_moba_3d_mask, create_ssta_3d_mask, create_sta_3d_mask
+from ssta.interfaces import create_moba_3d_mask, create_ssta_3d_mask, create_sta_3d_mask, flex_block_attn_func
 
 CANVAS, TILE, KERNEL = (4, 6, 8), (2, 2, 4), (1, 3, 3)
 TILES = [(t, h, w) for t in range(2) for h in range(3) for w in range(2)]

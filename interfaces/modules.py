@@ -9,10 +9,10 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from ..checks import require_bool
+from ..kernels.checks import require_bool
 
 # Package -> its modules -> what is in them of ours: what programs import. Of flex-block-attn that is the one function that its released
-# package exports; the masks of its first commits had other arguments and another window than ssta.masks.
+# package exports; the masks of its first commits had other arguments and another window than ours.
 _BLOCK_SPARSE_ATTN = ("block_sparse_attn_func", "block_streaming_attn_func", "token_streaming_attn_func")
 _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "flex_block_attn": {

@@ -5,7 +5,7 @@ import torch
 from cases import spread
 from interface_oracle import EVERYWHERE, assert_exact, dense, with_gradients
 
-from ssta.kernels.interfaces import SparseArgs, block_sparse_attn
+from ssta.interfaces.magi import SparseArgs, block_sparse_attn
 
 # (q_block_size, k_block_size, query tokens, key tokens)
 SIZES = [(1, 64, 9, 256), (8, 64, 40, 256), (16, 64, 50, 200), (64, 64, 192, 256), (128, 128, 256, 300), (384, 384, 500, 768),
@@ -61,7 +61,7 @@ def test_against_float64(device, dtype, sizes, heads, pack):
 
 def test_packing_is_what_the_kernel_sees(monkeypatch):
     """Eight heads of one token become eight rows of one block."""
-    from ssta.kernels.interfaces import magi_attention
+    from ssta.interfaces import magi
 
     seen = {}
 
@@ -69,8 +69,8 @@ def test_packing_is_what_the_kernel_sees(monkeypatch):
         seen.update(shape=tuple(q.shape), block=blocks.q_offsets)
         return real(q, k, v, blocks, **options)
 
-    real = magi_attention.block_sparse_attention
-    monkeypatch.setattr(magi_attention, "block_sparse_attention", spy)
+    real = magi.block_attention
+    monkeypatch.setattr(magi, "block_attention", spy)
     q, k, v = inputs(6, 128, 16, 2, "cpu", torch.float32)
     indices = torch.zeros(2, 6, 1, dtype=torch.int32)
     block_sparse_attn(q, k, v, 1, 64, indices)

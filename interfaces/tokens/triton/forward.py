@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..device import device_limits, multiprocessors
-from ..lowering.inputs import tma_ok
-from ..lowering.primitives import LOG2E, finish_softmax, gather_rows, load_rows, merged_lse, part_weights, softmax_step
-from ..lowering.quick_launch import FUSED
-from ..token_lists import PaddedCache, TokenLists
+from ....kernels.device import device_limits, multiprocessors
+from ....kernels.lowering.inputs import tma_ok
+from ....kernels.lowering.primitives import LOG2E, finish_softmax, gather_rows, load_rows, merged_lse, part_weights, softmax_step
+from ....kernels.lowering.quick_launch import FUSED
+from ..lists import PaddedCache, TokenLists
 from .config import token_config, token_splits
 
 

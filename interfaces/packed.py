@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import BlockLists
+from ..kernels import BlockLists
 
 # From this many rows on a block fills a program by itself, without the other heads of its group.
 ENOUGH_ROWS = 128

@@ -11,10 +11,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import BlockLists, block_sparse_attention, merge_attention
-from ..checks import INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, require_number, require_values, resolve_scale
-from ..tokens import Packed, attention_within_blocks
+from ..kernels import BlockLists, block_sparse_attention, merge_attention
+from ..kernels.checks import (
+    INTEGERS,
+    check_tensor,
+    check_token_inputs,
+    require_bool,
+    require_int,
+    require_number,
+    require_values,
+    resolve_scale,
+)
 from .packed import BlockSpans, packed_blocks
+from .tokens import Packed, attention_within_blocks
 
 # Tokens of a block, of queries and of keys.
 BLOCK = 128
@@ -56,12 +65,8 @@ def block_sparse_attn_func(
         ``[Tq, Hq, D]`` in q's dtype; 0 for a query that sees nothing. With ``return_attn_probs`` also the log-sum-exp of each query's
         scaled scores, float32 ``[B, Hq, max_seqlen_q_]`` (float64 for float64 inputs), natural logarithm, +inf where nothing is seen and
         past a sequence's end; and, in the place of upstream's probabilities, which exist with dropout alone, an empty tensor.
-        Differentiable in q, k and v, also through the log-sum-exp. Never waits for the device, where upstream does, and fits into CUDA
-        graphs.
-
-    What differs from upstream: any GPU, head dimension and dtype; no dropout; ``base_blockmask`` may have more heads than there are ones,
-    as numbers may be counted up beforehand; empty queries are zeros also past a sequence's end. Under a causal mask queries are copied to
-    the rows of their keys and back unless ``cu_seqlens_q is cu_seqlens_k``.
+        Differentiable also through the log-sum-exp. Under a causal mask queries are copied to the rows of their keys and back unless
+        ``cu_seqlens_q is cu_seqlens_k``.
     """
     for name, flag in (("deterministic", deterministic), ("is_causal", is_causal), ("exact_streaming", exact_streaming),
                        ("return_attn_probs", return_attn_probs)):

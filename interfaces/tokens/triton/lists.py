@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..operators import operator
-from .quick_launch import FUSED
+from ....kernels.lowering.quick_launch import FUSED
+from ....kernels.operators import operator
 
 # Mask entries read at once by one program.
 SEGMENT = 256

@@ -1,4 +1,4 @@
-"""A portable forward that gathers keys one by one: for key blocks too short to be a tile, and for what a row sees within its listed keys.
+"""A forward that gathers keys one by one: for key blocks shorter than a tile, and for blocks that a row sees in part.
 
 The keys of a list stand in slots, ``length`` slots for every listed block; a tile is the next N slots, whichever blocks they belong to. So
 blocks of one key fill a tile as well as long ones do.
@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..blocks import BlockLists
-from ..device import device_limits
-from ..lowering.arguments import view
-from ..lowering.chunks import block_lists, kv_partition, q_partition
-from ..lowering.inputs import strided
-from ..lowering.outputs import empty_outputs
-from ..lowering.primitives import (
+from ....kernels import BlockLists
+from ....kernels.device import device_limits
+from ....kernels.lowering.arguments import view
+from ....kernels.lowering.chunks import block_lists, kv_partition, q_partition
+from ....kernels.lowering.inputs import strided
+from ....kernels.lowering.outputs import empty_outputs
+from ....kernels.lowering.primitives import (
     LOG2E,
     block_bounds,
     finish_softmax,
@@ -36,19 +36,8 @@ from ..lowering.primitives import (
 from .config import gathered_config
 
 
-class ElementMask(NamedTuple):
-    """Which of its listed keys a row sees, and with which scores; by default all of them. Shared by all heads where H is 1."""
-
-    soft_cap: float = 0.0              # c > 0 caps a scaled score x to c * tanh(x / c)
-    mask: Tensor | None = None         # bool [entries, R, C]: token u of a query block sees token c of the block listed in an entry
-    first_entry: Tensor | None = None  # int32 [Nq]: the entry of a query block's first listed block, in ``mask``
-    order: Tensor | None = None        # int32 as the lists' indices: listed keys before each listed block
-    total: Tensor | None = None        # int32 as the lists' counts: listed keys. Token u of L then sees the first total - L + u + 1
-    packed: int = 1                    # consecutive rows of a query block that are one token, seen by several heads
-
-
 class _Limits(NamedTuple):
-    """``ElementMask`` as the kernel takes it; the strides of ``order`` and ``total`` are those of the lists."""
+    """Limits on the keys that a row sees; the strides of ``order`` and ``total`` are those of the lists."""
 
     mask: Tensor | None
     first_entry: Tensor | None
@@ -131,10 +120,11 @@ def _forward_kernel(q, k, v, out, lse, lists, bounds, kv_bounds, limits, heads, 
 
 
 def gathered_forward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, elements: ElementMask | None = None,
+    q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, *, soft_cap: float = 0.0, mask: Tensor | None = None,
+    first_entry: Tensor | None = None, order: Tensor | None = None, total: Tensor | None = None, packed: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as ``block_sparse_attention`` describes them, of what ``elements`` leave visible."""
-    elements = elements or ElementMask()
+    """(out, lse) as ``block_sparse_attention`` describes them, further limited as ``attention_within_blocks`` says; order and total are its
+    ``listed``."""
     q, k, v = map(strided, (q, k, v))
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
@@ -143,21 +133,17 @@ def gathered_forward(
     out, lse = empty_outputs(q, rows)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    assert elements.order is None or elements.order.shape == blocks.indices.shape
-    limited = causal or elements.mask is not None or elements.order is not None
-    config = gathered_config(dim, blocks.max_q_length, limited, device_limits(q.device), ordered=elements.order is not None)
+    assert order is None or order.shape == blocks.indices.shape
+    limited = causal or mask is not None or order is not None
+    config = gathered_config(dim, blocks.max_q_length, limited, device_limits(q.device), ordered=order is not None)
     parts = triton.cdiv(rows.length, config.block_m)
-    mask = None if elements.mask is None else elements.mask.contiguous().view(torch.uint8)
+    mask, order, total = (None if x is None else x.contiguous() for x in (mask, order, total))
     mask_rows, mask_columns = (1, 1) if mask is None else mask.shape[1:]
-    order = total = None
-    if elements.order is not None:
-        assert elements.total is not None
-        order, total = elements.order.contiguous(), elements.total.contiguous()
-    limits = _Limits(mask, elements.first_entry, mask_rows, mask_columns, order, total, elements.packed)
+    limits = _Limits(None if mask is None else mask.view(torch.uint8), first_entry, mask_rows, mask_columns, order, total, packed)
     _forward_kernel[(rows.number * parts, batch * heads)](
         view(q), view(k), view(v), view(out), lse, lists, rows.bounds(heads), items.bounds(heads), limits,
-        heads, heads // kv_heads, kv_len - q_len, LOG2E if elements.soft_cap else scale * LOG2E,
-        scale / elements.soft_cap if elements.soft_cap else 0.0, elements.soft_cap,
+        heads, heads // kv_heads, kv_len - q_len, LOG2E if soft_cap else scale * LOG2E,
+        scale / soft_cap if soft_cap else 0.0, soft_cap,
         PARTS=parts, M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16),
-        CAUSAL=causal, CAPPED=bool(elements.soft_cap), **config.options())
+        CAUSAL=causal, CAPPED=bool(soft_cap), **config.options())
     return out, lse

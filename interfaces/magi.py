@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .. import BlockLists, block_sparse_attention
-from ..checks import DTYPES, INTEGERS, check_tensor, require_int
-from ..routing import SHORTEST_TILE
+from ..kernels import BlockLists
+from ..kernels.checks import DTYPES, INTEGERS, check_tensor, require_int
+from ..kernels.routing import SHORTEST_TILE
 from .packed import ENOUGH_ROWS, pack_heads, require_groups, unpack_heads
+from .tokens import block_attention
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,6 @@ class SparseArgs:
         sparse_load: keys are gathered one by one, or copied together first where 512 query rows share a list. Blocks of fewer than 16 keys
             always are and longer ones never, which come as tiles; the other value is refused.
         tile_shape: (query rows, keys) of a tile. Refused: the launch table, ``config.py``, chooses it by head_dim, block sizes and GPU.
-
-    Raises:
-        ValueError: also where an option is refused, with the reason.
     """
 
     swap_ab: bool | None = None
@@ -56,16 +54,12 @@ def block_sparse_attn(
         q_block_size, k_block_size: tokens of a block, from 1 on; the last block may be shorter.
         topk_indices: int32 or int64 ``[Hkv, ceil(Sq / q_block_size), topk]`` on q's device: the key blocks that a query block of all
             query heads of a key/value head attends to, in any order, each at most once. Ids out of range, such as -1, are absent,
-            whatever the number.
+            whatever the number. No error names them: reading ids would wait for the device.
         sparse_args: hints about speed.
 
     Returns:
         (out, lse): out ``[Sq, Hq, D]`` in q's dtype, scaled by 1 / sqrt(D); lse float32 ``[Sq, Hq]``, natural logarithm (float64 for
-        float64 inputs). A row without keys gives out = 0 and lse = -inf. Differentiable in q, k and v through both, bitwise
-        deterministic. Never waits for the device (synchronises), and fits into CUDA graphs and compiled graphs.
-
-    What differs from upstream: any GPU and CPUs too; lengths need not be multiples of the blocks; a list is a set, so an id named twice is
-    a mistake (which is not checked: it would synchronise). ``pack_gqa`` holds for the backward too.
+        float64 inputs). Differentiable through both.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, DTYPES, (None,) * 3, "[tokens, heads, head_dim]", None)
@@ -86,5 +80,5 @@ def block_sparse_attn(
     blocks = BlockLists.from_topk(topk_indices, q_block_size * packed, k_block_size, num_kv_blocks=-(-k.shape[0] // k_block_size))
     k, v = (x.transpose(0, 1)[None] for x in (k, v))
     rows = pack_heads(q[None], kv_heads) if packed > 1 else q.transpose(0, 1)[None]
-    out, lse = block_sparse_attention(rows, k, v, blocks, return_lse=True)
+    out, lse = block_attention(rows, k, v, blocks)
     return unpack_heads(out, packed)[0], unpack_heads(lse, packed)[0]

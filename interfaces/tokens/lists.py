@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import INTEGERS, check_tensor
+from ...kernels.checks import INTEGERS, check_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class TokenLists:
         """The way back. Sorts all entries by key block; the sort is stable, so tokens stay in order."""
         assert self.packed is not None, "no gradient through these lists"
         if self.mask is not None:
-            from .lowering.token_lists import key_tokens
+            from .triton.lists import key_tokens
 
             _, starts, sizes = self.packed.key_blocks(self.block_size, per_sequence=self.mask.shape[3])
             return KeyLists(starts, sizes, *key_tokens(self.mask, self.packed.cu_q, self.block_size))
@@ -178,7 +178,7 @@ def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Te
     Does not synchronise. ``impl`` is "triton" or "torch", as the attention's; it changes nothing but speed.
     """
     if impl == "triton":
-        from .lowering.token_lists import chosen_blocks
+        from .triton.lists import chosen_blocks
 
         ids, counts, full = chosen_blocks(ids.contiguous(), None if counts is None else counts.contiguous(), spans, block_size)
         return TokenLists(ids, counts, spans, block_size, full, packed=packed)
@@ -201,7 +201,7 @@ def lists_from_mask(mask: Tensor, packed: Packed, spans: Tensor, block_size: int
     ``impl`` is "triton" or "torch", as the attention's; it changes nothing but speed.
     """
     if impl == "triton":
-        from .lowering.token_lists import token_blocks
+        from .triton.lists import token_blocks
 
         ids, counts, full = token_blocks(mask, packed.cu_q, packed.q_tokens, block_size)
         return TokenLists(ids, counts, spans, block_size, full, packed=packed, mask=mask)
@@ -215,7 +215,7 @@ def lists_from_mask(mask: Tensor, packed: Packed, spans: Tensor, block_size: int
 def lists_from_rows(mask: Tensor, lengths: Tensor, cache: PaddedCache, block_size: int, impl: str) -> TokenLists:
     """TokenLists without a gradient from a bool mask ``[T, Hkv, N]``: a row and a cache for every token. Does not synchronise."""
     if impl == "triton":
-        from .lowering.token_lists import row_blocks
+        from .triton.lists import row_blocks
 
         return TokenLists(*row_blocks(mask), lengths, block_size, cache=cache)
     return TokenLists(*_sorted_rows(mask), lengths, block_size, cache=cache)

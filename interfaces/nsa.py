@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import DTYPES, INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, resolve_scale
-from ..routing import choose_token_impl
-from ..tokens import Packed, importance, lists_from_ids, token_attention
+from ..kernels.checks import DTYPES, INTEGERS, check_tensor, check_token_inputs, require_bool, require_int, resolve_scale
+from .tokens import Packed, choose_token_impl, importance, lists_from_ids, token_attention
 
 DIMS = "[batch, tokens, heads, head_dim]"
 # Keys that the window branch takes as one block.
@@ -53,10 +52,7 @@ def selected_attention(
     Returns:
         out ``[B, T, HQ, Dv]`` in q's dtype, and with ``return_lse`` lse, float32 ``[B, T, HQ]``, natural logarithm.
 
-    Differentiable in q, k and v; bitwise deterministic: the same bits for the same inputs. Never waits for the device (synchronises).
-
-    Differs from fla and tilelang on purpose: a token that selects nothing gives 0 and lse = -inf, not NaN; an index that is listed twice
-    counts once, forward and backward; no block is read past the end of the keys; an int block_counts is honoured; groups of any size.
+    An index that is listed twice counts once, forward and backward.
     """
     require_bool("return_lse", return_lse)
     out, lse = _attend_selected(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl)
@@ -100,9 +96,7 @@ def parallel_nsa(
             upstream, where flash-attn is called without it.
 
     Returns:
-        ``[B, T, HQ, Dv]`` in the dtype that torch promotes q's and the gates' to. Differentiable in q, k, v and the gates. Differences as
-        in ``selected_attention`` and ``parallel_nsa_topk``; block_counts defaults to all of given block_indices; blocks are selected
-        without g_cmp too.
+        ``[B, T, HQ, Dv]`` in the dtype that torch promotes q's and the gates' to. Differentiable in the gates too.
     """
     window_size, block_size = require_int("window_size", window_size, 0), require_int("block_size", block_size, 1)
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
@@ -111,6 +105,8 @@ def parallel_nsa(
             check_tensor(name, gate, DTYPES if q.dtype == torch.float64 else GATES, q.shape[:3], "[B, T, HQ]", q.device)
     compressed = lse = None
     if g_cmp is not None or block_indices is None:
+        if not k.shape[1]:
+            raise ValueError(f"k must have at least 1 token, of which blocks are made, got shape {tuple(k.shape)}")
         packed = _packed_sequences(q, k, k.shape[1], cu_seqlens)
         blocks: dict[str, Any] = dict(TK=k.shape[1], block_size=block_size, scale=scale, cu_seqlens=cu_seqlens, impl=impl)
         keys = _block_means(k, packed, block_size)
@@ -168,10 +164,7 @@ def native_sparse_attention(*problem, **options):
 
     Returns:
         From sizes a callable ``(Q [B, T, heads, dim], K and V [B, T, heads / groups, dim], BlockIndices int [B, T, heads / groups, S]) ->
-        Output``; from tensors the output.
-
-    Differs from tilelang on purpose: nothing is compiled for the sizes, so making one costs nothing; it is differentiable; bfloat16 works
-    too; and what ``selected_attention`` says, with the bound check that the kernel it replaces was missing.
+        Output``; from tensors the output. Nothing is compiled for the sizes.
     """
     with_tensors = "Q" in options or problem and isinstance(problem[0], Tensor)
     return (_attend_tensors if with_tensors else NativeSparseAttention)(*problem, **options)
@@ -253,9 +246,7 @@ def parallel_nsa_compression(
 
     Returns:
         out ``[B, T, HQ, Dv]`` in q's dtype and lse, float32 ``[B, T, HQ]``, natural logarithm. Both are 0 for a token that no block ends
-        at or before, lse too, as upstream.
-
-    Differentiable in q, k and v, also through lse; bitwise deterministic; never synchronises. Groups of any size.
+        at or before, lse too, as upstream. Differentiable also through lse.
     """
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
     TK, block_size = require_int("TK", TK, 1), require_int("block_size", block_size, 1)
@@ -297,7 +288,6 @@ def parallel_nsa_topk(
         int32 ``[B, T, H, S]``, S the largest count: block numbers within the sequence, -1 where there are no more or a count is smaller.
 
     No gradient. In float32, for some tokens at a time; synchronises just to read a tensor of block_counts.
-    Differs from fla on purpose: S is not rounded up to a power of two, and may be more than half of block_size.
     """
     q, k, _ = check_token_inputs(q, k, k, dims=DIMS)
     TK, block_size = require_int("TK", TK, 1), require_int("block_size", block_size, 1)

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.primitives import LN2, LOG2E, load_rows, softmax_step
-from ..lowering.quick_launch import FUSED
-from ..operators import operator
+from ....kernels.lowering.primitives import LN2, LOG2E, load_rows, softmax_step
+from ....kernels.lowering.quick_launch import FUSED
+from ....kernels.operators import operator
 
 # Importance is computed in tiles of so many rows, which are the query heads of some tokens, times so many keys at once.
 TILE = 128

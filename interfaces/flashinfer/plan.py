@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import BlockLists, block_sparse_attention
-from ...checks import DTYPES, check_tensor, require_bool, require_int, require_integers, require_mask, require_values, resolve_scale
-from ...routing import KERNEL_DTYPES
-from ...tokens import attention_within_blocks, listed_keys
+from ...kernels import BlockLists
+from ...kernels.checks import DTYPES, check_tensor, require_bool, require_int, require_integers, require_mask, require_values, resolve_scale
+from ...kernels.routing import KERNEL_DTYPES
 from ..packed import ENOUGH_ROWS, pack_heads, require_groups, unpack_heads
+from ..tokens import attention_within_blocks, block_attention, listed_keys
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -120,7 +120,7 @@ class WrapperPlan:
                 rows, k, v, self.blocks, options.scale, soft_cap=options.soft_cap, mask=self.mask, first_entry=self.first_entry,
                 listed=self.listed, packed=self.packed, impl=impl)
         else:
-            out, lse = block_sparse_attention(rows, k, v, self.blocks, scale=options.scale, return_lse=True, impl=impl)
+            out, lse = block_attention(rows, k, v, self.blocks, scale=options.scale, impl=impl)
         return unpack_heads(out, self.packed), unpack_heads(lse, self.packed)
 
     def _scaled(self, x: Tensor, name: str, scale: Tensor | None) -> Tensor:
@@ -193,13 +193,14 @@ def plan_bsr(
     elif mask is not None:
         if tuple(require_values("mask", require_mask("mask", mask)).shape) != (len(indices), R, C):
             raise ValueError(f"mask must be [nnz, R, C] = [{len(indices)}, {R}, {C}], got shape {tuple(mask.shape)}")
-        mask = mask.to(device, non_blocking=non_blocking)
+        # A plan shares no memory with its caller, who may fill the buffer for the next one.
+        mask = mask.to(device, non_blocking=non_blocking, copy=True)
     if mask is not None and longest * R * C >= 2**31:
         raise ValueError(f"a row of blocks must have fewer than 2**31 mask elements, got {longest} blocks of {R} x {C}")
     packed = options.packed(R)
     lists = BlockLists.from_bsr(indptr, indices, R * packed, C, num_kv_blocks=columns, capacity=longest)
     if mask is not None:
-        return WrapperPlan(lists, packed, **shapes, mask=mask, first_entry=indptr[:-1].int())
+        return WrapperPlan(lists, packed, **shapes, mask=mask, first_entry=indptr[:-1].to(torch.int32, copy=True))
     return WrapperPlan(lists, packed, **shapes, listed=options.listed(lists, N))
 
 

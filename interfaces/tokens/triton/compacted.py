@@ -7,7 +7,7 @@ Gradients of the copies go back to the keys by the inverse of the lists: for eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..blocks import BlockLists
-from ..lowering.chunks import q_partition
-from ..lowering.inputs import strided
-from ..lowering.outputs import empty_outputs
-from ..lowering.quick_launch import FUSED
+from ....kernels import BlockLists, Route
+from ....kernels.lowering.chunks import q_partition
+from ....kernels.lowering.inputs import strided
+from ....kernels.lowering.outputs import empty_outputs
+from ....kernels.lowering.quick_launch import FUSED
 from .config import COMPACTED_BYTES
 
 # List entries read at once by one program.
@@ -130,34 +130,29 @@ class QueryPart:
 
 
 def compacted_forward(
-    attend: Callable, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, *, room: int = COMPACTED_BYTES,
+    route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, *, room: int = COMPACTED_BYTES,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as ``block_sparse_attention`` describes them, where routing says so.
+    """(out, lse) as ``block_sparse_attention`` describes them; ``route`` attends to the copies, which know no positions.
 
-    ``attend`` is the forward of an implementation that reads tiles. The copies take ``room`` bytes, or those of one list if that is more.
+    The copies take ``room`` bytes, or those of one list if that is more.
     """
-    assert not causal, "copies have lost their positions"
     out, lse = empty_outputs(q, q_partition(blocks, q.shape[2]))
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     k, v = strided(k), strided(v)
     for part in _parts(q, k, blocks, room):
         keys, values, bounds, _ = _compact(part, k, v, blocks, inverse=False)
-        part_out, part_lse = attend(part.rows(q), keys, values, _one_block_each(part, bounds, keys.shape[2]), scale, False)
+        part_out, part_lse = route.run(part.rows(q), keys, values, _one_block_each(part, bounds, keys.shape[2]), scale)
         part.rows(out).copy_(part_out)
         part.rows(lse).copy_(part_lse)
     return out, lse
 
 
 def compacted_backward(
-    differentiate: Callable, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    blocks: BlockLists, scale: float, causal: bool, *order: bool, room: int = COMPACTED_BYTES,
+    route: Route, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
+    scale: float, deterministic: bool, *, room: int = COMPACTED_BYTES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv). ``differentiate`` is the backward of an implementation that reads tiles, and ``order`` what it alone takes.
-
-    Copies and their gradients take twice ``room``, the sums of dk and dv as much again as k and v.
-    """
-    assert not causal, "copies have lost their positions"
+    """(dq, dk, dv). Copies and their gradients take twice ``room``, the sums of dk and dv as much again as k and v."""
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     k, v = strided(k), strided(v)
@@ -166,9 +161,9 @@ def compacted_backward(
     for part in _parts(q, k, blocks, room):
         keys, values, bounds, places = _compact(part, k, v, blocks, inverse=True)
         lists = _one_block_each(part, bounds, keys.shape[2])
-        part_dq, dkeys, dvalues = differentiate(
+        part_dq, dkeys, dvalues = route.run_backward(
             part.rows(dout), None if dlse is None else part.rows(dlse), part.rows(q), keys, values, part.rows(out),
-            part.rows(lse).contiguous(), lists, scale, False, *order)
+            part.rows(lse).contiguous(), lists, scale, False, deterministic)
         part.rows(dq).copy_(part_dq)
         share = _copy_heads(k, blocks) // kv_heads
         first, last = part.first_head // share, (part.first_head + part.heads - 1) // share
