@@ -150,6 +150,20 @@ def test_rows_of_dense_attention_come_in_the_order_that_is_asked_for():
     torch.testing.assert_close(torch.autograd.grad(some, q, weight), torch.autograd.grad(expected, q, weight), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("rows", [((5, 4), (15, 11)), ((20, 3), (0, 2), (17, 1)), ((19, 4), (26, 1))])
+def test_rows_with_gaps_beside_a_mask_are_the_rows_of_the_whole(rows):
+    """A tile's valid rows are those of its valid tokens, whichever of its tokens are rows."""
+    layout, valid = TokenLayout((DenseRun(27),)), torch.tensor([18, 27, 0])
+    q, k, v = torch.randn(3, 3, 2, 27, 8, dtype=torch.float64).requires_grad_().unbind()
+    mask = torch.arange(27) < valid[:, None]
+    every, some = dense_attention(q, k, v, layout, mask).out, dense_attention(q, k, v, layout, mask, rows=rows).out
+    expected = torch.cat([every[:, :, first:first + tokens] for first, tokens in rows], 2)
+    torch.testing.assert_close(some, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(some)
+    for mine, right in zip(torch.autograd.grad(some, (q, k, v), weight), torch.autograd.grad(expected, (q, k, v), weight)):
+        torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("rows, error, words", [
     # The gradient of a token that is there twice would be that of one of the two.
     (((0, 3), (2, 4)), ValueError, r"rows must have each token once, got 2 twice in \(\(0, 3\), \(2, 4\)\)"),
