@@ -26,6 +26,9 @@ class BlockLists:
     ``[B or 1, H or 1]``; a 1 means shared. ``H`` is the number of query heads or of key/value heads. Wherever an int is wanted, one of
     numpy's is too.
 
+    The constructor holds the tensors themselves: what is written to them is the pattern of later calls. ``clone`` has memory of its own, and
+    so has every pattern that is made of another form.
+
     Args:
         counts: int32 ``[B|1, H|1, Nq]``. How many key blocks the query block attends to; 0 is legal, and what lies outside [0, capacity]
             counts as the nearer bound.
@@ -212,7 +215,8 @@ class BlockLists:
 
         Ids out of range are absent, whatever the number.
         """
-        ids = block_forms.to_int32(block_forms.four_dimensional("indices", require_integers("indices", indices), "k"))
+        ids = block_forms.four_dimensional("indices", require_integers("indices", indices), "k")
+        ids = ids.clone() if ids.dtype == torch.int32 else block_forms.to_int32(ids)
         return cls(torch.full(ids.shape[:3], ids.shape[3], dtype=torch.int32, device=ids.device), ids, q_offsets, kv_offsets, **fields)
 
     def to_topk(self) -> Tensor:
@@ -298,6 +302,12 @@ class BlockLists:
         """The same lists on ``device``; self where they are there already."""
         moved: dict[str, Any] = {name: x.to(torch.device(device), non_blocking=non_blocking) for name, x in self._tensors().items()}
         return self if moved["counts"] is self.counts else replace(self, **moved)
+
+    def clone(self) -> BlockLists:
+        """The same lists in memory of their own."""
+        made: dict[int, Tensor] = {}
+        # Axes that share a tensor go on sharing one.
+        return replace(self, **{name: made.setdefault(id(x), x.clone()) for name, x in self._tensors().items()})
 
     def to_fields(self) -> tuple:
         """The constructor's fields as an operator takes them, tensors, ints and None: ``from_fields`` of them are these lists.

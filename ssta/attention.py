@@ -85,9 +85,9 @@ def ssta_3d_attention(
         value: ``[B, Hkv, S, D]``.
         thw: tokens of the video along t, h, w.
         text_len: tokens of text at the end. They attend to everything, and everything attends to them.
-        text_mask: bool or integer ``[B, text_len]``, nonzero = valid, the valid tokens first (which is not checked: it would wait for the
-            device). With pad_type "none" invalid tokens are not attended to and their rows give zeros; with "zero" and "repeat"
-            only whole tiles of invalid text are left out, as published.
+        text_mask: bool or integer ``[B, text_len]``, nonzero = valid, the valid tokens first. The order is checked on a CPU alone: on a GPU
+            the check would wait. With pad_type "none" invalid tokens are not attended to and their rows give zeros; with "zero" and
+            "repeat" only whole tiles of invalid text are left out, as published.
         scale: factor on the scores; default 1 / sqrt(D).
         deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
         impl: which implementation runs each step; "auto" chooses by device, dtype and shape.
@@ -200,8 +200,8 @@ def ssta_attention(
     shares = None if group is None else said_to(group, lambda: shares_of(group, layout, split))
     result = attend(query, key, value, layout, config, kv_layout=kv_layout, text_mask=text_mask, scale=scale, deterministic=deterministic,
                     impl=impl, shares=shares)
-    # A copy, which knows nothing of tensors that its owner may write to.
-    return (result.out, BlockLists.from_fields(*result.selection.blocks.to_fields())) if return_blocks else result.out
+    # Later calls read what a selection is made of; the caller may write to his copy.
+    return (result.out, result.selection.blocks.clone()) if return_blocks else result.out
 
 
 def prepare(
@@ -246,7 +246,7 @@ class PreparedLayer:
         self.spec = spec
         self._layers: dict[LayerSpec, Layer] = {}
         layer = self._layer_of(spec)
-        self.tiles, self.backend = layer.tiles, layer.backend
+        self.tiles, self.backend = layer.tiles.clone(), layer.backend
 
     def _layer_of(self, spec: LayerSpec) -> Layer:
         """The layer of a call's spec, which must be this one's but for whether a gradient is wanted."""

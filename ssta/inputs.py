@@ -16,7 +16,7 @@ from .kernels.memo import Kept
 from .kernels.routing import require_impl
 from .sequence import TokenLayout, require_layout
 from .spec import LayerSpec
-from .text import TextMask
+from .text import TextMask, require_valid_first
 
 if TYPE_CHECKING:
     from .op import World
@@ -50,6 +50,8 @@ def described(
             raise
         if kind is not None:
             _known[kind] = spec
+    elif type(text_mask) is Tensor:
+        require_valid_first(text_mask, spec.kv_layout)
     return spec
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from copy import copy
 from functools import partial
 
 import torch
@@ -64,8 +63,8 @@ class Report:
                  seconds: float) -> None:
         route, spec, config, layout = ran.route, layer.spec, layer.spec.config, layer.tiles
         assert route is not None, "a run of a layer knows"
-        # A copy says nothing of tensors that its owner may write to.
-        blocks, n = copy(ran.selection.blocks), layout.num_video_tiles
+        # Later calls read what a selection is made of; the report's owner may write to his copy.
+        blocks, n = ran.selection.blocks.clone(), layout.num_video_tiles
         mask = blocks.to_mask()
         masses = None if value is None or ran.mass is None else ran.mass.tensor()
         self.implementation, self.why_not = route.name, route.explain()
@@ -85,7 +84,7 @@ class Report:
         self.attention_kept, self.output_error = _against_dense(query, key, value, ran.out, layout, mask, text, spec.scale)
         self.seconds = None if value is None else seconds
         self.exact_mass = None if masses is None else mass_summary(masses)
-        self.route, self.backend, self.config, self.layout, self.blocks = route, layer.backend, config, layout, blocks
+        self.route, self.backend, self.config, self.layout, self.blocks = route, layer.backend, config, layout.clone(), blocks
         self.error_sources = self._error_sources(query.dtype)
         self.near = layer.fixed.forced[:n, :n].clone() if config.selected_by != "block_attn" else None
 
@@ -255,7 +254,8 @@ def _against_dense(query: Tensor, key: Tensor, value: Tensor | None, output: Ten
     if not video:
         return None, None
     rows = torch.cat(video)
-    rows = rows[torch.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows)), device=query.device).round().long()]
+    evenly = torch.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows)), dtype=torch.float32, device=query.device)
+    rows = rows[evenly.round().long()]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch, heads, length, head_dim = query.shape
     groups = (batch, key.shape[1], heads // key.shape[1], len(rows), -1)  # query heads grouped by the key head that they read
