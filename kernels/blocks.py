@@ -294,7 +294,7 @@ class BlockLists:
         """Which query blocks attend to each key block, ids ascending."""
         return BlockLists.from_mask(
             self.to_mask().mT, self.kv_offsets, self.q_offsets, q_lengths=self.kv_lengths, kv_lengths=self.q_lengths,
-            max_q_length=self.max_kv_length, max_kv_length=self.max_q_length)
+            max_q_length=self.max_kv_length, max_kv_length=self.max_q_length).clone()
 
     # Places and print
 
