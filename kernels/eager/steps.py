@@ -105,9 +105,9 @@ def _exact_steps(q: Tensor, k: Tensor, blocks: BlockLists, causal: bool) -> Iter
         if not (length and keys):
             continue
         for some in alike.split(max(1, CACHED_ELEMENTS // (keys * max(length, k.shape[3])))):
-            q_rows = q_first[some, None] + torch.arange(length)
+            q_rows = q_first[some, None] + torch.arange(length, device=q.device)
             first, sizes = k_first[some].flatten(), k_sizes[some].flatten()
-            k_rows = (first - sizes.cumsum(0) + sizes).repeat_interleave(sizes) + torch.arange(len(some) * keys)
+            k_rows = (first - sizes.cumsum(0) + sizes).repeat_interleave(sizes) + torch.arange(len(some) * keys, device=q.device)
             k_rows = k_rows.view(len(some), keys)
             yield RoundsStep(q_rows[:, None], k_rows[:, None], _past(q, k, q_rows, k_rows)[:, None] if causal else None)
 

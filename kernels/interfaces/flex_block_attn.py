@@ -54,7 +54,7 @@ def create_sparse_mask(Q: Tensor, block_size: int, selected_blocks: Iterable[tup
     if not isinstance(Q, Tensor) or Q.dim() != 4:
         raise ValueError(f"Q must be a tensor [batch, heads, tokens, head_dim], got {getattr(Q, 'shape', type(Q).__name__)}")
     number = Q.shape[2] // require_int("block_size", block_size, 1)
-    mask = torch.zeros(number, number, dtype=torch.bool)
+    mask = torch.zeros(number, number, dtype=torch.bool, device="cpu")
     pairs = _pairs(selected_blocks)
     outside = (pairs < 0) | (pairs >= number)
     if outside.any():
@@ -81,7 +81,7 @@ def _pairs(selected: Iterable[tuple[int, int]] | Tensor) -> Tensor:
         if len(pair) != 2:
             raise ValueError(f"selected_blocks[{number}] must be a pair (query block, key block), got {len(pair)} entries")
         pairs.append([require_int(f"selected_blocks[{number}][{at}]", x, 0) for at, x in enumerate(pair)])
-    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+    return torch.tensor(pairs, dtype=torch.int64, device="cpu").reshape(-1, 2)
 
 
 def _mask(block_mask: Tensor) -> Tensor:

@@ -54,7 +54,8 @@ def ssim(video: Tensor, reference: Tensor, device: torch.device | None = None) -
     pairs = _frames(video, reference, device)
     if min(video.shape[2:]) < 11:
         raise ValueError(f"video must have frames of at least 11 x 11 for SSIM, got {tuple(video.shape)}")
-    bell = torch.exp(-torch.arange(-5.0, 6.0).square() / (2 * 1.5**2)).to(video.device if device is None else device)
+    bell = torch.exp(-torch.arange(-5, 6, dtype=torch.float32, device="cpu").square() / (2 * 1.5**2))
+    bell = bell.to(video.device if device is None else device)
     bell = bell / bell.sum()
     total = 0.0
     # A frame at a time, because five blurred copies of a whole video are large.
