@@ -257,13 +257,16 @@ def test_a_call_gives_the_same_bits(name, setting, under):
 
 
 # diffusers' own EasyAnimate and Helios move rotary angles to the default device.
-@pytest.mark.parametrize("name", [name for name in TINY if name not in ("easyanimate", "helios")])
-def test_a_model_runs_with_its_tensors_beside_the_default_device(name, under):
+BESIDE = [name for name in TINY if name not in ("easyanimate", "helios")]
+
+
+@pytest.mark.parametrize("name, setting", [*[(name, "on meta") for name in BESIDE], *[(name, "torch.bfloat16") for name in TINY]])
+def test_a_model_gives_the_same_bits(name, setting, under):
     tiny = TINY[name]
     model, call = tiny.build(), tiny.call((2, 4, 4))
     with apply_ssta(model, SPARSE, schedule=Schedule()):
         expected = run(model, call)
     forget()
-    under("on meta")
+    under(setting)
     with apply_ssta(model, SPARSE, schedule=Schedule()):
         assert torch.equal(run(model, call), expected)
