@@ -237,6 +237,18 @@ def test_kernels_do_what_plain_torch_does():
     assert len(plans) == 2 and all([isinstance(plan, Planned) for plan in plans])
 
 
+def test_a_ring_of_any_shape_is_written_by_kernels():
+    """Where the interpreter cannot estimate, plain torch's covariances of two dimensions are in rings that kernels write."""
+    from ssta.kernels.eager import held as plain
+    from ssta.kernels.portable import held as kernels
+
+    mine = [torch.randn(2, 1, 9, *shape) for shape in ((), (5,), (3, 5))]
+    right, rows = [x.clone() for x in mine], torch.arange(3)
+    for held, xs in ((plain, right), (kernels, mine)):
+        held.write_ring(xs, rows, rows, torch.tensor([1]), 4, 6)
+    assert all([torch.equal(x, y) for x, y in zip(mine, right)]) and torch.equal(right[0][:, :, [4, 5, 0]], right[0][:, :, 6:])
+
+
 @pytest.mark.parametrize("config", [SSTAConfig((3, 2, 3), density=0.4, compensation="linear"), SOME[1]], ids=["linear", "dropped"])
 def test_a_compiler_sees_one_graph_for_all_chunks(config):
     torch._dynamo.reset()
