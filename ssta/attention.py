@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from .config import SSTAConfig
+from .config import SSTAConfig, in_effect
 from .inputs import check_query, described
 from .kernels import BlockLists
 from .kernels.checks import autocast_inputs, require_bool, require_int
@@ -67,7 +67,7 @@ def attend(
 
 def ssta_3d_attention(
     query: Tensor, key: Tensor, value: Tensor, thw: tuple[int, int, int], topk: int | None = SSTAConfig.topk,
-    tile_thw: tuple[int, int, int] = SSTAConfig.tile_thw, kernel_thw: tuple[int, int, int] = SSTAConfig.kernel_thw, text_len: int = 0,
+    tile_thw: tuple[int, int, int] = SSTAConfig.tile_thw, kernel_thw: tuple[int, int, int] | None = SSTAConfig.kernel_thw, text_len: int = 0,
     sparse_type: str | None = SSTAConfig.sparse_type, threshold: float = SSTAConfig.threshold, *, lambda_: float = SSTAConfig.lambda_,
     sampling_type: str | Callable[[Tensor, Tensor], Tensor] | None = SSTAConfig.sampling_type, pad_type: str = SSTAConfig.pad_type,
     text_mask: Tensor | TextMask | None = None, mask_share_within_head: bool = SSTAConfig.mask_share_within_head,
@@ -94,7 +94,8 @@ def ssta_3d_attention(
         group: the ranks that share the video out. query, key, value and the result then hold this rank's ``torch.tensor_split`` share of
             the video's tokens and all of the text; thw, text_len and text_mask are the whole sequence's. See ``ssta_attention``.
         topk, tile_thw, kernel_thw, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool,
-            density: what is attended to; see ``SSTAConfig``.
+            density: what is attended to; see ``SSTAConfig``. Published code gives all of them always: with sparse_type "block_attn" there
+            is no window whatever kernel_thw says, and with "sta" no budget whatever topk and threshold say.
         compensation, compensation_parts: what the rest of the video contributes; see ``SSTAConfig``.
 
     Returns:
@@ -104,11 +105,12 @@ def ssta_3d_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
+    kernel_thw, topk, threshold = in_effect(kernel_thw, topk, threshold, sparse_type)
     values = (tile_thw, kernel_thw, topk, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool,
               None, density, compensation, compensation_parts)
     # Equal triples of other numbers, and functions, which may hold what memory there is, are not remembered.
     named = sampling_type is None or type(sampling_type) is str
-    plain = named and _ints(tile_thw) and _ints(kernel_thw) and (adaptive_pool is None or _ints(adaptive_pool))
+    plain = named and _ints(tile_thw) and (kernel_thw is None or _ints(kernel_thw)) and (adaptive_pool is None or _ints(adaptive_pool))
 
     def made() -> tuple[TokenLayout, SSTAConfig, Shares | None]:
         config = _config(*values) if plain else SSTAConfig(*values)
@@ -247,6 +249,10 @@ class PreparedLayer:
         self._layers: dict[LayerSpec, Layer] = {}
         layer = self._layer_of(spec)
         self.tiles, self.backend = layer.tiles.clone(), layer.backend
+
+    def __reduce__(self) -> tuple:
+        # A copy, in this process or another, is prepared anew.
+        return PreparedLayer, (self.spec,)
 
     def _layer_of(self, spec: LayerSpec) -> Layer:
         """The layer of a call's spec, which must be this one's but for whether a gradient is wanted."""

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .config import SSTAConfig
+from .config import SSTAConfig, in_effect
 from .cut import TiledSegment
 from .inputs import described
 from .kernels import BlockLists
@@ -197,7 +197,9 @@ def explain(
     else:
         raise ValueError(f"text_len must be left out with a TokenLayout, which says it, got {text_len}")
     if config is None:
-        config = SSTAConfig(**keywords)
+        names = ("kernel_thw", "topk", "threshold")
+        given = in_effect(*[keywords.get(name, getattr(SSTAConfig, name)) for name in names], keywords.get("sparse_type"))
+        config = SSTAConfig(**keywords | dict(zip(names, given)))
     elif keywords:
         raise TypeError(f"config must not be given together with other keywords, got {', '.join(sorted(keywords))}")
     query, key, given = in_autocast(query, key, key if value is None else value)
