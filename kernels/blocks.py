@@ -11,7 +11,7 @@ from torch import Tensor
 from . import block_forms
 from .block_fields import check_axis_values, check_list_values, settled_fields
 from .block_forms import block_bounds, describe, in_range, prefix_mask, scatter_mask
-from .checks import require_int, require_integers, require_mask
+from .checks import require_int, require_integers, require_mask, require_values
 
 # Attributes beside the fields, which the package sets on patterns that it makes itself.
 KNOWN = ("_bounds", "_covers")
@@ -26,8 +26,8 @@ class BlockLists:
     ``[B or 1, H or 1]``; a 1 means shared. ``H`` is the number of query heads or of key/value heads. Wherever an int is wanted, one of
     numpy's is too.
 
-    The constructor holds the tensors themselves: what is written to them is the pattern of later calls. ``clone`` has memory of its own, and
-    so has every pattern that is made of another form.
+    The constructor holds the tensors themselves: what is written to them is the pattern of later calls. ``clone`` gives the same lists in
+    memory of their own, which conversions from other forms have too.
 
     Args:
         counts: int32 ``[B|1, H|1, Nq]``. How many key blocks the query block attends to; 0 is legal, and what lies outside [0, capacity]
@@ -177,6 +177,7 @@ class BlockLists:
                 to the sequence's length, or a length beyond its block.
         """
         q_len, kv_len = require_int("q_len", q_len, 0), require_int("kv_len", kv_len, 0)
+        require_values("counts", self.counts)
         nk = self.kv_bounds(kv_len)[0].shape[-1]
         check_list_values(self.counts, self.indices, nk)
         check_axis_values("q", self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
@@ -250,7 +251,7 @@ class BlockLists:
         for name, value, number in (("batch", batch, self.counts.shape[0]), ("head", head, self.counts.shape[1])):
             if require_int(name, value, -number) >= number:
                 raise ValueError(f"{name} must lie in [{-number}, {number}), got {value}")
-        counts, indices = self.counts[batch, head], self.indices[batch, head]
+        counts, indices = require_values("counts", self.counts)[batch, head], self.indices[batch, head]
         indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
         indptr[1:] = counts.cumsum(0)
         return indptr, indices[prefix_mask(counts, self.capacity)]

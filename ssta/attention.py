@@ -67,8 +67,9 @@ def attend(
 
 def ssta_3d_attention(
     query: Tensor, key: Tensor, value: Tensor, thw: tuple[int, int, int], topk: int | None = SSTAConfig.topk,
-    tile_thw: tuple[int, int, int] = SSTAConfig.tile_thw, kernel_thw: tuple[int, int, int] | None = SSTAConfig.kernel_thw, text_len: int = 0,
-    sparse_type: str | None = SSTAConfig.sparse_type, threshold: float = SSTAConfig.threshold, *, lambda_: float = SSTAConfig.lambda_,
+    tile_thw: tuple[int, int, int] = SSTAConfig.tile_thw, kernel_thw: tuple[int, int, int] | None = SSTAConfig.kernel_thw,
+    text_len: int = 0, sparse_type: str | None = SSTAConfig.sparse_type, threshold: float = SSTAConfig.threshold, *,
+    lambda_: float = SSTAConfig.lambda_,
     sampling_type: str | Callable[[Tensor, Tensor], Tensor] | None = SSTAConfig.sampling_type, pad_type: str = SSTAConfig.pad_type,
     text_mask: Tensor | TextMask | None = None, mask_share_within_head: bool = SSTAConfig.mask_share_within_head,
     adaptive_pool: tuple[int, int, int] | None = SSTAConfig.adaptive_pool, density: float | None = SSTAConfig.density,

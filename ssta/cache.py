@@ -16,7 +16,7 @@ from .cache_op import compiling, recount, run_chunk
 from .checks import require_device, require_function, require_triple
 from .config import SSTAConfig
 from .inputs import check_tensors
-from .kernels.checks import autocast_inputs, require_bool, require_int, resolve_scale
+from .kernels.checks import autocast_inputs, require_bool, require_int, require_values, resolve_scale
 from .kernels.operators import on_device, refuse_transforms
 from .kernels.routing import require_impl
 from .ranks.agreement import said_to
@@ -68,9 +68,9 @@ class TileCache:
         chunk: the most frames of a chunk; None = those of the first call. Of those that are kept only the first may have fewer.
         text: the most tokens of text, which everything attends to, exactly and always.
         rotary: ``f(key, first)``, which applies positions to keys ``[B, Hkv, n * h * w, D]`` of n frames, the number of the first one being
-            the int64 tensor ``first``, on the device; without a wait and in new memory, not written over ``key``. Given one, ``attend`` takes keys without positions,
-            and the sink's are moved along: it ends where the window begins. As rotary scores depend on the distance alone, that is the same
-            as counting the frames that are held from 0 on.
+            the int64 tensor ``first``, on the device; without a wait and in new memory, not written over ``key``. Given one, ``attend``
+            takes keys without positions, and the sink's are moved along: it ends where the window begins. As rotary scores depend on the
+            distance alone, that is the same as counting the frames that are held from 0 on.
         scale: factor on the scores; default 1 / sqrt(D).
         impl: as of ``ssta_attention``.
         group: ranks that share out a chunk's tokens, all of them in one run by ``torch.tensor_split``'s rule. Each gives its tokens of all
@@ -224,6 +224,7 @@ class TileCache:
         if self._memory is None:
             raise ValueError("contents must be asked for after a first call, got a cache without memory")
         storage = self._memory.storage
+        require_values("contents", storage.k)
         frames, *rest = (x.tolist() for x in storage.counts)
         found = list(self._memory.ring.in_sequence(frames, *[number for number, in rest]))
         places = torch.cat([torch.zeros(0, dtype=torch.int64, device=storage.k.device), *[places for _, places in found]])

@@ -36,8 +36,8 @@ class SSTAConfig:
             (3, 3, 3) where a window is kept. Where the budget alone selects, there is none to give but (1, 1, 1), which is no window.
         topk: key tiles that the budget gives to each query tile (with ``threshold``: at most). It may exceed the tiles
             there are, which then are all kept. None = 64, or whatever ``density`` leaves to the budget.
-        sparse_type: "sta" = window only, without topk, threshold and budget; "block_attn" (also spelled "moba") = budget only; "ssta" = both. None = "block_attn" with a
-            compensation, which estimates most of a window well enough, else "ssta".
+        sparse_type: "sta" = window only, without topk, threshold and budget; "block_attn" (also spelled "moba") = budget only; "ssta" =
+            both. None = "block_attn" with a compensation, which estimates most of a window well enough, else "ssta".
         threshold: cumulative softmax mass in [0, 1) at which the budget stops; 0 = always ``topk`` tiles. Not with importance. Of tiles
             whose softmax underflows the better scored come first; the published code leaves that to an unstable sort.
         lambda_: weight in [0, 1] of similarity against redundancy, for importance.

@@ -111,12 +111,15 @@ class Report:
             ("density", f"{self.tile_density:.1%} of tile pairs, {self.token_density:.1%} of token pairs"),
             ("FLOPs", f"{_si(self.flops)}FLOP, dense {_si(self.dense_flops)}FLOP"),
         ]
+        # One quantity, the share of the softmax on tiles that are computed exactly, measured in two ways.
+        masses = []
         if self.attention_kept is not None:
-            rows.append(("attention kept", f"{self.attention_kept:.1%} of the dense softmax weight (sampled)"))
+            rest = "dropped" if self.config.compensation == "none" else "estimated"
+            masses.append(f"{self.attention_kept:.1%} of the softmax is computed exactly and the rest {rest}, by dense attention on sampled rows")
         if self.exact_mass is not None:
             mean, fifth, worst = self.exact_mass
-            rows.append(("computed exactly", f"{mean:.1%} of the softmax, the rest estimated; 5th percentile of tiles {fifth:.1%}, worst "
-                                             f"head {worst:.1%}"))
+            masses.append(f"{mean:.1%} by the estimate, over all rows; 5th percentile of tiles {fifth:.1%}, worst head {worst:.1%}")
+        rows += [("" if number else "exact mass", sentence) for number, sentence in enumerate(masses)]
         if self.without_estimate is not None and self.without_estimate[0]:
             rows.append(("without an estimate", "{} of {} heads, whose other tiles are dropped".format(*self.without_estimate)))
         if self.output_error is not None:

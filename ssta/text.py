@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from .kernels.checks import require_strided
+from .kernels.checks import require_strided, require_values
 from .kernels.memo import captured, remember, traced
 from .kernels.operators import at_hand
 from .layout import TileLayout
@@ -99,7 +99,7 @@ class TextMask:
 
     def valid_tokens(self) -> tuple[int, ...]:
         """The valid tokens of each batch element. Synchronises the device."""
-        return tuple(self.valid.sum(1).tolist())
+        return tuple(require_values("text_mask", self.valid).sum(1).tolist())
 
     def _view(self, key: object, make: Callable[[], Derived]) -> Derived:
         # As in memo.remember: a graph's tensors are its own.

@@ -11,8 +11,18 @@ from tiny_models import TINY, run
 from torch.utils._pytree import tree_flatten
 
 from ssta import (
-    DenseRun, SSTAConfig, TileCache, TokenLayout, VideoGrid, dense_attention, explain, sparse_linear_attention, ssta_attention, tile_layout,
-    video_sparse_attention)
+    DenseRun,
+    SSTAConfig,
+    TileCache,
+    TokenLayout,
+    VideoGrid,
+    dense_attention,
+    explain,
+    sparse_linear_attention,
+    ssta_attention,
+    tile_layout,
+    video_sparse_attention,
+)
 from ssta.kernels import BlockLists, block_sparse_attention, choose_backend
 from ssta.kernels import interfaces as ways
 from ssta.kernels.memo import Kept

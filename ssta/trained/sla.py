@@ -46,7 +46,7 @@ def sparse_linear_attention(
     """Sparse-linear attention (SLA) over a sequence, for checkpoints that were trained with it.
 
     Args:
-        query: ``[B, H, S, D]``, any strides whose last is 1. Under autocast all tensors are cast to its dtype.
+        query: ``[B, H, S, D]``, any strides. Under autocast all tensors are cast to its dtype.
         key: ``[B, Hkv, S, D]``, query's dtype and device. H must be a multiple of Hkv.
         value: ``[B, Hkv, S, D]``.
         weight: ``[D, D]``, (out, in) as in ``torch.nn.Linear``; the projection of the linear part. float16, bfloat16, float32 or float64,
@@ -81,6 +81,7 @@ def sla_layer(
         raise ValueError(f"query must be [batch, heads, tokens, head_dim] with at least one token, got shape {tuple(q.shape)}")
     layout = TokenLayout((DenseRun(q.shape[2]),))
     check_tensors(q, k, v, layout, layout)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     dim = q.shape[3]
     if weight is not None:
         check_tensor("weight", weight, DTYPES, (dim, dim), "[head_dim, head_dim]", q.device)

@@ -7,8 +7,21 @@ import torch
 from torch import Tensor
 
 from ssta import (
-    DenseRun, SSTAConfig, TextMask, TileCache, TokenLayout, VideoGrid, dense_attention, explain, prepare, sparse_linear_attention,
-    ssta_3d_attention, ssta_attention, tile_layout, video_sparse_attention)
+    DenseRun,
+    SSTAConfig,
+    TextMask,
+    TileCache,
+    TokenLayout,
+    VideoGrid,
+    dense_attention,
+    explain,
+    prepare,
+    sparse_linear_attention,
+    ssta_3d_attention,
+    ssta_attention,
+    tile_layout,
+    video_sparse_attention,
+)
 from ssta.kernels import BlockLists, Deferred, Projection, block_sparse_attention, merge_attention, take_tokens
 from ssta.masks import create_sta_3d_mask
 
@@ -141,8 +154,8 @@ CALLS = {
     **{f"lists, {name}, {masked}": lambda device, config=config, masked=masked: lists_of_a_layer(device, config, masked)
        for name, config in CONFIGS.items() for masked in (False, True)},
     **{f"gradients, {name}": lambda device, config=CONFIGS[name]: gradients(device, config) for name in ("topk", "estimated")},
-    **{call.__name__: call for call in (published_call, dense, report, tiles, held_layer, mask_of_a_window, video_sparse, sparse_linear, merged,
-                                        tokens_in_their_order, projections_that_are_ready)},
+    **{call.__name__: call for call in (published_call, dense, report, tiles, held_layer, mask_of_a_window, video_sparse, sparse_linear,
+                                        merged, tokens_in_their_order, projections_that_are_ready)},
 }
 
 
@@ -262,7 +275,8 @@ CONVERSIONS = {
     "from_mask": lambda: by(BlockLists.from_mask, PATTERN.clone()),
     "from_topk": lambda: by(BlockLists.from_topk, torch.tensor([[0, 2], [3, 1], [2, 3]], dtype=torch.int32), q_offsets=16, kv_offsets=16,
                             num_kv_blocks=4),
-    "from_topk, int64": lambda: by(BlockLists.from_topk, torch.tensor([[0, 2], [3, 1], [2, 3]]), q_offsets=16, kv_offsets=16, num_kv_blocks=4),
+    "from_topk, int64": lambda: by(BlockLists.from_topk, torch.tensor([[0, 2], [3, 1], [2, 3]]), q_offsets=16, kv_offsets=16,
+                                   num_kv_blocks=4),
     "from_bsr": lambda: by(BlockLists.from_bsr, torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0]), q_offsets=16, kv_offsets=16,
                            num_kv_blocks=4),
     "from_block_mask": by_block_mask,

@@ -179,6 +179,26 @@ def test_rows_of_dense_attention_are_tokens_of_the_layout_each_once(rows, error,
         dense_attention(*torch.zeros(3, 1, 2, 30, 4), TokenLayout((DenseRun(30),)), rows=rows)
 
 
+@pytest.mark.parametrize("order", [[1, 0, 1] + [0] * 9, [0, 0, 1] + [1] * 9, [1, 1, 1] + [0] + [1] * 8])
+def test_a_mask_whose_valid_tokens_are_not_first_is_refused_on_a_cpu(order):
+    """At every call: the kind of mask has come before."""
+    q, k, v = inputs()
+    mask = torch.tensor([[1] * 12, order])
+    for good in (MASK, None):
+        ssta_attention(q, k, v, LAYOUT, CONFIG, text_mask=good)
+    for call in (lambda: ssta_attention(q, k, v, LAYOUT, CONFIG, text_mask=mask), lambda: dense_attention(q, k, v, LAYOUT, mask),
+                 lambda: TextMask.of(mask, 2, LAYOUT, q.device)):
+        with pytest.raises(ValueError, match="text_mask must have the valid tokens of each dense run first, .* in batch element 1"):
+            call()
+
+
+@pytest.mark.parametrize("call", [lambda x: ssta_attention(x, x, x, TokenLayout.video_text((2, 3, 4)), CONFIG),
+                                  lambda x: dense_attention(x, x, x, TokenLayout.video_text((2, 3, 4)))])
+def test_other_dtypes_are_refused_by_the_names_of_those_that_are_taken(call):
+    with pytest.raises(TypeError, match="query must be float16, bfloat16, float32 or float64, got torch.float8_e4m3fn"):
+        call(torch.zeros(1, 2, 24, 16).to(torch.float8_e4m3fn))
+
+
 CALLS = {
     "ssta_3d_attention": lambda x, impl: ssta_3d_attention(x, x, x, (2, 3, 4), tile_thw=(2, 2, 2), impl=impl),
     "ssta_attention": lambda x, impl: ssta_attention(x, x, x, TokenLayout.video_text((2, 3, 4)), CONFIG, impl=impl),
