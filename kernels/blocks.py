@@ -37,7 +37,8 @@ class BlockLists:
         q_offsets: a uniform block size in tokens (the last block may be shorter), or int32 ``[Nq + 1]`` or
             ``[B|1, H|1, Nq + 1]``: block i owns the tokens from ``q_offsets[i]`` up to ``q_offsets[i + 1]``. Offsets that lead outside
             the tensors are cut there, and a block whose end lies before its start is empty.
-        kv_offsets: the same for the key blocks.
+        kv_offsets: the same for the key blocks. They must not overlap, which offsets that go back would make them do: the forward would
+            count such keys twice, and their gradients would depend on the implementation.
         q_lengths: int32 ``[Nq]`` or ``[B|1, H|1, Nq]``, or None. Only the first ``q_lengths[i]`` tokens of block i are
             real; the rows of the others give out = 0 and lse = -inf. A length outside [0, the block's tokens] counts as the nearer bound.
         kv_lengths: the same for the key blocks; the keys past it are never attended to.

@@ -171,7 +171,8 @@ def ssta_attention(
         kv_layout: what the sequence of key and value consists of where it is another than the queries', as with keys that were cached; the
             layout is then of query alone. Windows stay inside a grid that both have: their video grids are compared from the last one
             backwards, and one of the same (t, h, w) on both sides is the same grid. The budget and density choose among all video tiles of
-            kv_layout, whose dense runs are always attended to. Needs pad_type "none". text_mask is then of kv_layout's dense runs.
+            kv_layout, whose dense runs are always attended to. Needs pad_type "none". text_mask is then of kv_layout's dense runs. Rows of
+            invalid tokens give zeros only where kv_layout equals layout; of another one the mask says nothing about rows.
         config: what is attended to. Its variants are resolved by the grid with the most frames.
         text_mask: bool or integer ``[B, layout.dense_length]`` over the tokens of all dense runs in their order, nonzero = valid, in
             each run the valid tokens first. What it does depends on pad_type as in ``ssta_3d_attention``. Layers that share one may share

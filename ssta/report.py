@@ -115,7 +115,8 @@ class Report:
         masses = []
         if self.attention_kept is not None:
             rest = "dropped" if self.config.compensation == "none" else "estimated"
-            masses.append(f"{self.attention_kept:.1%} of the softmax is computed exactly and the rest {rest}, by dense attention on sampled rows")
+            masses.append(f"{self.attention_kept:.1%} of the softmax is computed exactly and the rest {rest}, by dense attention on sampled "
+                          "rows")
         if self.exact_mass is not None:
             mean, fifth, worst = self.exact_mass
             masses.append(f"{mean:.1%} by the estimate, over all rows; 5th percentile of tiles {fifth:.1%}, worst head {worst:.1%}")

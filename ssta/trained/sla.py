@@ -53,7 +53,8 @@ def sparse_linear_attention(
             on query's device. None = no linear part.
         bias: ``[D]``, dtype and device as for weight; None = none, as where there is no weight.
         density: in (0, 1], the share of the key blocks that each query block attends to exactly (TurboDiffusion's ``sla_topk``).
-        feature_map: "softmax", "elu" (plus 1) or "relu".
+        feature_map: "softmax", "elu" (plus 1) or "relu", with which gradients in 16 bit are poor where features nearly vanish, as of the
+            published code.
         q_block, kv_block: tokens of a query block and of a key block, at most 2**31 - 1; the last ones may be shorter.
         scale: factor on the scores of the exact part; default 1 / sqrt(D).
         deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
