@@ -309,7 +309,8 @@ class BlockLists:
         """The same lists in memory of their own."""
         made: dict[int, Tensor] = {}
         # Axes that share a tensor go on sharing one.
-        return replace(self, **{name: made.setdefault(id(x), x.clone()) for name, x in self._tensors().items()})
+        cloned: dict[str, Any] = {name: made.setdefault(id(x), x.clone()) for name, x in self._tensors().items()}
+        return replace(self, **cloned)
 
     def to_fields(self) -> tuple:
         """The constructor's fields as an operator takes them, tensors, ints and None: ``from_fields`` of them are these lists.

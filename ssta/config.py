@@ -158,9 +158,9 @@ class SSTAConfig:
     def _check_window(self) -> None:
         """That nothing was given of a window that is not kept, or of a budget that is not asked."""
         if self.selected_by == "block_attn" and self.kernel_thw not in (None, NO_WINDOW):
-            given = "" if self.sparse_type else f" and compensation {self.compensation!r}"
+            estimated = "" if self.sparse_type else f" and compensation {self.compensation!r}"
             raise ValueError("kernel_thw must come with sparse_type='ssta' where no window is kept, got kernel_thw = "
-                             f"{self.kernel_thw} with sparse_type {self.sparse_type!r}{given}")
+                             f"{self.kernel_thw} with sparse_type {self.sparse_type!r}{estimated}")
         if self.selected_by == "sta":
             for name, free in (("topk", None), ("threshold", 0), ("budget", None)):
                 if getattr(self, name) != free:

@@ -58,7 +58,8 @@ class TileLayout(Cut):
 
     def clone(self) -> TileLayout:
         """The same layout, its tensors in memory of their own."""
-        return replace(self, **{of.name: x.clone() for of in fields(self) if of.init and isinstance(x := getattr(self, of.name), Tensor)})
+        cloned: dict[str, Any] = {of.name: x.clone() for of in fields(self) if isinstance(x := getattr(self, of.name), Tensor)}
+        return replace(self, **cloned)
 
     def __repr__(self) -> str:
         tile = " x ".join(map(str, self.tile_thw))

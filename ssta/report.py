@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,8 +116,8 @@ class Report:
         masses = []
         if self.attention_kept is not None:
             rest = "dropped" if self.config.compensation == "none" else "estimated"
-            masses.append(f"{self.attention_kept:.1%} of the softmax is computed exactly and the rest {rest}, by dense attention on sampled "
-                          "rows")
+            masses.append(f"{self.attention_kept:.1%} of the softmax is computed exactly and the rest {rest}, by dense attention "
+                          "on sampled rows")
         if self.exact_mass is not None:
             mean, fifth, worst = self.exact_mass
             masses.append(f"{mean:.1%} by the estimate, over all rows; 5th percentile of tiles {fifth:.1%}, worst head {worst:.1%}")
@@ -202,8 +203,10 @@ def explain(
         raise ValueError(f"text_len must be left out with a TokenLayout, which says it, got {text_len}")
     if config is None:
         names = ("kernel_thw", "topk", "threshold")
-        given = in_effect(*[keywords.get(name, getattr(SSTAConfig, name)) for name in names], keywords.get("sparse_type"))
-        config = SSTAConfig(**keywords | dict(zip(names, given)))
+        settings: list[Any] = [keywords.get(name, getattr(SSTAConfig, name)) for name in names]
+        window, topk, threshold = settings
+        in_use = in_effect(window, topk, threshold, keywords.get("sparse_type"))
+        config = SSTAConfig(**keywords | dict(zip(names, in_use)))
     elif keywords:
         raise TypeError(f"config must not be given together with other keywords, got {', '.join(sorted(keywords))}")
     query, key, given = in_autocast(query, key, key if value is None else value)

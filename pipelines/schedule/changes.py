@@ -45,14 +45,14 @@ def changed(config: SSTAConfig, **changes: Any) -> SSTAConfig:
         TypeError, ValueError: what ``SSTAConfig`` raises.
     """
     settled = dict(changes)
-    given = [name for name, free in _BUDGET.items() if changes.get(name, free) != free]
+    budgets = [name for name, free in _BUDGET.items() if changes.get(name, free) != free]
     if changes.get("density") is not None:
         settled = _BUDGET | settled
     elif changes.get("sparse_type") == "sta":
         settled = _BUDGET | {"density": None} | settled
-    elif given:
+    elif budgets:
         settled.setdefault("density", None)
-        settled = ({"topk": None, "threshold": 0.0} if "budget" in given else {"budget": None}) | settled
+        settled = ({"topk": None, "threshold": 0.0} if "budget" in budgets else {"budget": None}) | settled
     if changes.get("compensation") == "none":
         settled.setdefault("compensation_parts", 1)
         if config.sampling_type == "error":

@@ -176,9 +176,9 @@ def test_a_call_does_not_notice_what_is_done_to_another_ones_tensors(call, devic
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("given", [torch.bool, torch.int64])
-def test_a_text_mask_keeps_what_it_was_made_of(given, device):
-    mine = valid(device).to(given)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_a_text_mask_keeps_what_it_was_made_of(dtype, device):
+    mine = valid(device).to(dtype)
     shared = TextMask.of(mine, 2, LAYOUT, qkv(device)[0].device)
     expected = ssta_attention(*qkv(device), LAYOUT, CONFIGS["topk"], text_mask=shared)
     exact = dense_attention(*qkv(device), LAYOUT, shared).out
@@ -215,10 +215,10 @@ def test_a_cache_goes_on_whatever_is_done_to_what_it_took_and_gave(rotary, devic
     touched, untouched = cache_of(rotary), cache_of(rotary)
     for number in range(6):
         text = list(numbers(device, 2, 1, 2, 3, 16, seed=99).unbind())
-        given = dict(text=tuple(text)) if number == 0 else {}
+        first = dict(text=tuple(text)) if number == 0 else {}
         x, y = chunk(device, number), chunk(device, number)
-        out, expected = touched.attend(*x, (1, 4, 4), **given), untouched.attend(*y, (1, 4, 4), **{
-            name: tuple([of.clone() for of in pair]) for name, pair in given.items()})
+        out, expected = touched.attend(*x, (1, 4, 4), **first), untouched.attend(*y, (1, 4, 4), **{
+            name: tuple([of.clone() for of in pair]) for name, pair in first.items()})
         assert torch.equal(out, expected)
         overwrite([x, out, text, touched.contents(), touched.state_dict()])
     for mine, right in zip(tensors_in(touched.state_dict()), tensors_in(untouched.state_dict()), strict=True):
@@ -326,7 +326,7 @@ def test_lists_hold_the_callers_tensors_and_follow_them(uneven, device):
 def test_functions_of_the_users_own_keep_what_they_return():
     """A scorer and a budget may write to what they are given; what they return is not written to."""
     scores, keep = torch.randn(2, 2, 8, 8), torch.rand(2, 2, 8, 8) < 0.4
-    given = scores.clone(), keep.clone()
+    before = scores.clone(), keep.clone()
 
     def scorer(q, k):
         overwrite([q, k])
@@ -339,4 +339,4 @@ def test_functions_of_the_users_own_keep_what_they_return():
     config = SSTAConfig(TILE, kernel_thw=(1, 1, 1), sampling_type=scorer, budget=budget)
     expected = ssta_attention(*qkv("cpu"), LAYOUT, config)
     assert torch.equal(ssta_attention(*qkv("cpu"), LAYOUT, config), expected)
-    assert torch.equal(scores, given[0]) and torch.equal(keep, given[1])
+    assert torch.equal(scores, before[0]) and torch.equal(keep, before[1])
