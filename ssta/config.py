@@ -272,8 +272,8 @@ class SSTAConfig:
 
 def in_effect(kernel_thw: tuple[int, int, int] | None, topk: int | None, threshold: float, sparse_type: str | None
               ) -> tuple[tuple[int, int, int] | None, int | None, float]:
-    """(kernel_thw, topk, threshold) of ``ssta_3d_attention``, checked, less those that ``sparse_type`` has no use for: published code gives
-    all of them always. Where no ``sparse_type`` was given, all stay as they are, and ``SSTAConfig`` refuses what has no effect."""
+    """(kernel_thw, topk, threshold) of ``ssta_3d_attention``, checked. Published code always gives all three, so those without an effect
+    under a named ``sparse_type`` are left out. Without a name all stay, and ``SSTAConfig`` refuses them."""
     named = sparse_type if isinstance(sparse_type, str) else ""
     if named in ("block_attn", "moba") and kernel_thw is not None:
         require_triple("kernel_thw", kernel_thw)

@@ -29,8 +29,8 @@ class TextMask:
     follows from it computed, only once. Nothing here synchronises, but for ``valid_tokens``.
 
     Args:
-        valid: bool ``[B, tokens.dense_length]``, in each run the valid tokens first. Not to be written to, which the next call refuses;
-            only tensors of inference mode do not tell.
+        valid: bool ``[B, tokens.dense_length]``, in each run the valid tokens first. Not to be written to: the next call
+            refuses it. Tensors of inference mode have no count of writes, and are believed.
         tokens: the sequence.
     """
 

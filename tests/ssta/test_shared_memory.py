@@ -1,4 +1,4 @@
-"""What public calls take and give shares no memory with what the library keeps: all of it is written to, and later calls do not notice."""
+"""Public calls share no memory with later ones: all that was taken and given is written to, and later calls do not notice."""
 
 from dataclasses import fields, is_dataclass, replace
 
@@ -38,7 +38,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def tensors_in(x):
-    """All tensors that whoever has ``x`` can reach."""
+    """All tensors of ``x``, its fields and entries."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, dict):
@@ -308,7 +308,7 @@ def test_lists_have_memory_of_their_own_beside_their_other_forms(make):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("uneven", [False, True])
 def test_lists_hold_the_callers_tensors_and_follow_them(uneven, device):
-    """That is what the constructor says, and no call goes on with what it knew of them."""
+    """As the constructor says; no call relies on values that it saw earlier."""
     q, k, v = numbers(device, 3, 1, 2, 9 if uneven else 48, 16).unbind()
     fresh = BlockLists.from_mask(PATTERN[:3, :3], *([ragged()["q_offsets"]] * 2 if uneven else (16, 16)), max_q_length=16,
                                  max_kv_length=16).to(device)
@@ -324,7 +324,7 @@ def test_lists_hold_the_callers_tensors_and_follow_them(uneven, device):
 
 
 def test_functions_of_the_users_own_keep_what_they_return():
-    """A scorer and a budget may write to what they are given; what they return is not written to."""
+    """They may write to their arguments. Nobody writes to their results."""
     scores, keep = torch.randn(2, 2, 8, 8), torch.rand(2, 2, 8, 8) < 0.4
     before = scores.clone(), keep.clone()
 
