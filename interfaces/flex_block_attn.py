@@ -183,7 +183,8 @@ def _config(sparse_type: str, canvas_thw: tuple[int, int, int], tile_thw: tuple[
     if sampling_type == "importance" and lambda_ is None:
         raise ValueError("lambda_ must be given with sampling_type 'importance', got None")
     # With padding the first tile of a text without valid tokens counts as active.
-    return SSTAConfig(tile_thw=tile_thw, kernel_thw=kernel_thw, topk=require_int("topk", topk, 1), sparse_type=sparse_type,
+    window = None if sparse_type == "block_attn" else kernel_thw
+    return SSTAConfig(tile_thw=tile_thw, kernel_thw=window, topk=require_int("topk", topk, 1), sparse_type=sparse_type,
                       threshold=threshold, lambda_=0.0 if lambda_ is None else lambda_, sampling_type=sampling_type or "similarity",
                       pad_type="zero", mask_share_within_head=share, adaptive_pool=adaptive_pool)
 

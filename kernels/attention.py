@@ -141,12 +141,23 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:
                           ("kv_offsets", (1, kv_heads)), ("kv_lengths", (1, kv_heads))):
         x = getattr(blocks, name)
         if isinstance(x, Tensor) and (x.shape[0] not in (1, batch) or x.shape[1] not in allowed):
-            choices = " or ".join(map(str, sorted(set(allowed))))
-            raise ValueError(f"blocks.{name} must have batch 1 or {batch} and heads {choices}, got shape {tuple(x.shape)}")
+            batches, choices = (" or ".join(map(str, sorted(set(of)))) for of in ((1, batch), allowed))
+            raise ValueError(f"blocks.{name} must have batch {batches} and heads {choices}, got shape {tuple(x.shape)}"
+                             + _tokens_first(q_shape, blocks))
     for axis, offsets, count, tokens in (("q", blocks.q_offsets, blocks.num_q_blocks, q_len),
                                          ("kv", blocks.kv_offsets, blocks.num_kv_blocks, kv_len)):
         if isinstance(offsets, int) and count is not None and count != -(-tokens // offsets):
-            raise ValueError(f"blocks must have {-(-tokens // offsets)} {axis} blocks of {offsets} for {tokens} tokens, got {count}")
+            raise ValueError(f"blocks must have {-(-tokens // offsets)} {axis} blocks of {offsets} for {tokens} tokens, got {count}"
+                             + _tokens_first(q_shape, blocks))
+
+
+def _tokens_first(shape: Sequence[int], blocks: BlockLists) -> str:
+    """A hint for an error where blocks fit q ``[B, H, S, D]`` if its tokens stand where its heads should."""
+    size, heads = blocks.q_offsets, blocks.counts.shape[1]
+    if not isinstance(size, int) or shape[2] % heads or -(-shape[1] // size) != blocks.num_q_blocks:
+        return ""
+    return ("; the order of axes is [batch, heads, tokens, head_dim], so transpose(1, 2) of q, k and v may be meant, of which q came in "
+            f"the shape {tuple(shape)}")
 
 
 def _attend(

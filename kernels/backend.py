@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import check_tensor, device_of, require_dtype
 from .eager import moves, ranking
-from .operators import TRITON, watched
+from .operators import TRITON, at_hand, watched
 from .routing import Where, choose_route, require_impl
 
 if TYPE_CHECKING:
@@ -39,10 +40,12 @@ STEPS = ("gather", "estimate", "score", "select", "attend", "combine", "take")
 def _triton_cannot(where: Where) -> str | None:
     if not TRITON:
         return "requires triton, which is not installed"
+    if where.why_no_triton is not None:
+        return where.why_no_triton
     if where.dtype == torch.float64:
         return "requires float16, bfloat16 or float32, got torch.float64"
-    if where.why_no_triton is not None or where.device_type == "cuda":
-        return where.why_no_triton
+    if where.device_type == "cuda":
+        return None
     # The interpreter computes with numpy, which has no bfloat16.
     return "requires float16 or float32 in Triton's interpreter, got torch.bfloat16" if where.dtype == torch.bfloat16 else None
 
@@ -206,16 +209,18 @@ class Backend:
                       for step, name, rejected in self.chosen])
 
 
-def choose_backend(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+def choose_backend(impl: str, device: torch.device | str | int, dtype: torch.dtype, head_dim: int) -> Backend:
     """What ``impl`` stands for in every step: a pure function of its arguments and of the kind of GPU.
 
     "auto" takes the first row that can run a step. "hopper" and "triton" take theirs, and for what it lacks or cannot do those after it;
     "torch" and "reference" take plain torch for all steps, and "reference" attends by the specification.
 
     Raises:
+        TypeError: device or dtype is none.
         ValueError: an unknown name, or one that cannot attend on such tensors.
     """
     require_impl(impl)
+    device, dtype = device_of("device", device), require_dtype("dtype", dtype)
     if impl not in ("auto", "reference"):
         choose_route(impl, device, dtype, head_dim)
     where = Where.of(device, dtype, head_dim)
@@ -251,7 +256,19 @@ def _load(path: str) -> Callable:
 
 def take_tokens(x: Tensor, index: Tensor, impl: str = "auto") -> Tensor:
     """The step "take" of the backend that ``impl`` stands for; where somebody watches or wants a gradient in plain torch, which is
-    differentiable."""
+    differentiable.
+
+    Args:
+        x: ``[B, H, S, D]``.
+        index: int64 ``[P]``, tokens of x, or -1 = zeros. Values are checked on a CPU alone: on a GPU the check would wait.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    check_tensor("x", x, None, (None,) * 4, "[batch, heads, tokens, head_dim]", None)
+    check_tensor("index", index, (torch.int64,), (None,), "[tokens]", x.device)
+    if index.numel() and at_hand(index) and not -1 <= int(index.min()) <= int(index.max()) < x.shape[2]:
+        raise ValueError(f"index must lie in [-1, {x.shape[2]}), got {int(index.min())} to {int(index.max())}")
     if watched(x) or torch.is_grad_enabled() and x.requires_grad:
         return moves.take(x, index)
     return choose_backend(impl, x.device, x.dtype, x.shape[3]).take(x, index)

@@ -45,6 +45,8 @@ def _settled_axis(axis: str, offsets: int | Tensor, lengths: Tensor | None, long
         assert blocks is not None
         offsets = _settled_tensor(f"{axis}_offsets", offsets, blocks + 1, device)
         if longest is None:
+            if offsets.is_meta:
+                raise ValueError(f"max_{axis}_length must be given with {axis}_offsets that hold no values, got a meta tensor and None")
             longest = max(int(offsets.diff(dim=-1).max()), 1) if blocks and offsets.numel() else 1
     else:
         offsets = require_int(f"{axis}_offsets", offsets, 1)

@@ -113,6 +113,8 @@ def full_block_mask(counts: Tensor, indices: Tensor, sizes: tuple[int, int], len
     full[..., :width] = indices.masked_fill(~used, 0)[..., :width]
     kept = scatter_mask(indices, used, nk)
     batch, heads = kept.shape[:2]
+    # Memory of its own, as all else of a BlockMask.
+    counts = counts.clone()
 
     def mask_mod(b, h, i, j):
         # Compiled kernels skip it in full blocks; FlexAttention without torch.compile masks by nothing else.

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import block_forms
 from .block_fields import check_axis_values, check_list_values, settled_fields
 from .block_forms import block_bounds, describe, in_range, prefix_mask, scatter_mask
-from .checks import require_int, require_integers, require_mask
+from .checks import require_int, require_integers, require_mask, require_values
 
 # Attributes beside the fields, which the package sets on patterns that it makes itself.
 KNOWN = ("_bounds", "_covers")
@@ -26,6 +26,9 @@ class BlockLists:
     ``[B or 1, H or 1]``; a 1 means shared. ``H`` is the number of query heads or of key/value heads. Wherever an int is wanted, one of
     numpy's is too.
 
+    The constructor holds the tensors themselves: what is written to them is the pattern of later calls. ``clone`` gives the same lists in
+    memory of their own, which conversions from other forms have too.
+
     Args:
         counts: int32 ``[B|1, H|1, Nq]``. How many key blocks the query block attends to; 0 is legal, and what lies outside [0, capacity]
             counts as the nearer bound.
@@ -34,7 +37,8 @@ class BlockLists:
         q_offsets: a uniform block size in tokens (the last block may be shorter), or int32 ``[Nq + 1]`` or
             ``[B|1, H|1, Nq + 1]``: block i owns the tokens from ``q_offsets[i]`` up to ``q_offsets[i + 1]``. Offsets that lead outside
             the tensors are cut there, and a block whose end lies before its start is empty.
-        kv_offsets: the same for the key blocks.
+        kv_offsets: the same for the key blocks. They must not overlap, which offsets that go back would make them do: the forward would
+            count such keys twice, and their gradients would depend on the implementation.
         q_lengths: int32 ``[Nq]`` or ``[B|1, H|1, Nq]``, or None. Only the first ``q_lengths[i]`` tokens of block i are
             real; the rows of the others give out = 0 and lse = -inf. A length outside [0, the block's tokens] counts as the nearer bound.
         kv_lengths: the same for the key blocks; the keys past it are never attended to.
@@ -174,6 +178,7 @@ class BlockLists:
                 to the sequence's length, or a length beyond its block.
         """
         q_len, kv_len = require_int("q_len", q_len, 0), require_int("kv_len", kv_len, 0)
+        require_values("counts", self.counts)
         nk = self.kv_bounds(kv_len)[0].shape[-1]
         check_list_values(self.counts, self.indices, nk)
         check_axis_values("q", self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
@@ -212,7 +217,8 @@ class BlockLists:
 
         Ids out of range are absent, whatever the number.
         """
-        ids = block_forms.to_int32(block_forms.four_dimensional("indices", require_integers("indices", indices), "k"))
+        ids = block_forms.four_dimensional("indices", require_integers("indices", indices), "k")
+        ids = ids.clone() if ids.dtype == torch.int32 else block_forms.to_int32(ids)
         return cls(torch.full(ids.shape[:3], ids.shape[3], dtype=torch.int32, device=ids.device), ids, q_offsets, kv_offsets, **fields)
 
     def to_topk(self) -> Tensor:
@@ -246,7 +252,7 @@ class BlockLists:
         for name, value, number in (("batch", batch, self.counts.shape[0]), ("head", head, self.counts.shape[1])):
             if require_int(name, value, -number) >= number:
                 raise ValueError(f"{name} must lie in [{-number}, {number}), got {value}")
-        counts, indices = self.counts[batch, head], self.indices[batch, head]
+        counts, indices = require_values("counts", self.counts)[batch, head], self.indices[batch, head]
         indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
         indptr[1:] = counts.cumsum(0)
         return indptr, indices[prefix_mask(counts, self.capacity)]
@@ -290,7 +296,7 @@ class BlockLists:
         """Which query blocks attend to each key block, ids ascending."""
         return BlockLists.from_mask(
             self.to_mask().mT, self.kv_offsets, self.q_offsets, q_lengths=self.kv_lengths, kv_lengths=self.q_lengths,
-            max_q_length=self.max_kv_length, max_kv_length=self.max_q_length)
+            max_q_length=self.max_kv_length, max_kv_length=self.max_q_length).clone()
 
     # Places and print
 
@@ -298,6 +304,13 @@ class BlockLists:
         """The same lists on ``device``; self where they are there already."""
         moved: dict[str, Any] = {name: x.to(torch.device(device), non_blocking=non_blocking) for name, x in self._tensors().items()}
         return self if moved["counts"] is self.counts else replace(self, **moved)
+
+    def clone(self) -> BlockLists:
+        """The same lists in memory of their own."""
+        made: dict[int, Tensor] = {}
+        # Axes that share a tensor go on sharing one.
+        cloned: dict[str, Any] = {name: made.setdefault(id(x), x.clone()) for name, x in self._tensors().items()}
+        return replace(self, **cloned)
 
     def to_fields(self) -> tuple:
         """The constructor's fields as an operator takes them, tensors, ints and None: ``from_fields`` of them are these lists.

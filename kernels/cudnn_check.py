@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,10 +83,10 @@ def errors(device: torch.device, dtype: torch.dtype, head_dim: int, slot: int, g
 
     blocks = pattern(slot, device)
     tokens = sum(lengths(slot))
-    generator = torch.Generator().manual_seed(0)
+    cpu: dict[str, Any] = dict(generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
     heads = HEADS, HEADS // 2 if grouped else HEADS, HEADS // 2 if grouped else HEADS, HEADS
-    q, k, v, dout = (torch.randn(1, number, tokens, head_dim, generator=generator).to(device, dtype) for number in heads)
-    dlse = torch.randn(1, HEADS, tokens, generator=generator).to(device)
+    q, k, v, dout = (torch.randn(1, number, tokens, head_dim, **cpu).to(device, dtype) for number in heads)
+    dlse = torch.randn(1, HEADS, tokens, **cpu).to(device)
     scale = head_dim ** -0.5
     triton = choose_route("triton", device, dtype, head_dim, PatternFacts.of(blocks), heads=HEADS, kv_heads=k.shape[1])
     out, lse = triton.run(q, k, v, blocks, scale)
@@ -103,10 +103,10 @@ def lengths(slot: int) -> list[int]:
 
 
 def pattern(slot: int, device: torch.device) -> BlockLists:
-    mask = torch.zeros(len(LENGTHS), len(LENGTHS), dtype=torch.bool)
+    mask = torch.zeros(len(LENGTHS), len(LENGTHS), dtype=torch.bool, device="cpu")
     for row, listed in enumerate(LISTED):
         mask[row, list(listed)] = True
-    offsets = torch.tensor([0, *accumulate(lengths(slot))], dtype=torch.int32)
+    offsets = torch.tensor([0, *accumulate(lengths(slot))], dtype=torch.int32, device="cpu")
     return BlockLists.from_mask(mask.to(device), offsets.to(device), offsets.to(device), max_q_length=max(lengths(slot)),
                                 max_kv_length=max(lengths(slot)))
 

@@ -120,7 +120,7 @@ def traced() -> bool:
     """Whether tensors made now belong to a graph that torch.compile traces, or are of a mode's own kind (FakeTensor, say)."""
     if torch.compiler.is_compiling():
         return True
-    return (_modes is None or _modes() > 0) and type(torch.empty(0)) is not torch.Tensor
+    return (_modes is None or _modes() > 0) and type(torch.empty(0, device="cpu")) is not torch.Tensor
 
 
 def captured() -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import cudnn_package as cudnn
 from .blocks import BlockLists
+from .checks import device_of, require_dtype
 from .device import capability
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
@@ -92,9 +93,12 @@ class Problem(NamedTuple):
 
 def _hopper_cannot(problem: Problem) -> str | None:
     where = problem.where
+    # The device first: who has another one need not hear of dtypes.
+    if where.capability != (9, 0):
+        return f"requires a Hopper GPU (sm_90), got {where.device}"
     if where.dtype not in KERNEL_DTYPES or where.head_dim not in (64, 128):
         return f"requires float16 or bfloat16 and a head_dim of 64 or 128, got {where.dtype} and {where.head_dim}"
-    return None if where.capability == (9, 0) else f"requires a Hopper GPU (sm_90), got {where.device}"
+    return None
 
 
 def _hopper_suits_not(problem: Problem) -> str | None:
@@ -117,10 +121,12 @@ def _hopper_backward_cannot(problem: Problem) -> str | None:
 
 def _triton_cannot(problem: Problem) -> str | None:
     where = problem.where
+    if where.why_no_triton is not None:
+        return where.why_no_triton
     if where.dtype not in KERNEL_DTYPES or not 16 <= where.head_dim <= 256:
         return f"requires float16 or bfloat16 and a head_dim of 16 to 256, got {where.dtype} and {where.head_dim}"
-    if where.why_no_triton is not None or where.device_type == "cuda":
-        return where.why_no_triton
+    if where.device_type == "cuda":
+        return None
     # The interpreter computes with numpy, which has no bfloat16.
     return None if where.dtype == torch.float16 else f"requires float16 in Triton's interpreter, got {where.dtype}"
 
@@ -261,7 +267,7 @@ class Route:
 
 
 def choose_route(
-    impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, facts: PatternFacts = LONG_BLOCKS, *, heads: int = 1,
+    impl: str, device: torch.device | str | int, dtype: torch.dtype, head_dim: int, facts: PatternFacts = LONG_BLOCKS, *, heads: int = 1,
     kv_heads: int = 1, causal: bool = False, deterministic: bool = True,
 ) -> Route:
     """What ``impl`` stands for: a pure function of its arguments, of the kind of GPU and of what is installed.
@@ -275,8 +281,10 @@ def choose_route(
     Triton is first imported) an explicit "triton" also runs on a CPU, with float16.
 
     Raises:
+        TypeError: device or dtype is none.
         ValueError: an unknown name, or an explicit choice that cannot run on such tensors.
     """
+    device, dtype = device_of("device", device), require_dtype("dtype", dtype)
     # A compiler traces what is not cached.
     decided = decide if torch.compiler.is_compiling() else _decided
     problem = Problem(Where.of(device, dtype, head_dim), heads, kv_heads, causal, facts, deterministic)

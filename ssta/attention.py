@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from .config import SSTAConfig
+from .config import SSTAConfig, in_effect
 from .inputs import check_query, described
 from .kernels import BlockLists
 from .kernels.checks import autocast_inputs, require_bool, require_int
@@ -67,8 +67,9 @@ def attend(
 
 def ssta_3d_attention(
     query: Tensor, key: Tensor, value: Tensor, thw: tuple[int, int, int], topk: int | None = SSTAConfig.topk,
-    tile_thw: tuple[int, int, int] = SSTAConfig.tile_thw, kernel_thw: tuple[int, int, int] = SSTAConfig.kernel_thw, text_len: int = 0,
-    sparse_type: str | None = SSTAConfig.sparse_type, threshold: float = SSTAConfig.threshold, *, lambda_: float = SSTAConfig.lambda_,
+    tile_thw: tuple[int, int, int] = SSTAConfig.tile_thw, kernel_thw: tuple[int, int, int] | None = SSTAConfig.kernel_thw,
+    text_len: int = 0, sparse_type: str | None = SSTAConfig.sparse_type, threshold: float = SSTAConfig.threshold, *,
+    lambda_: float = SSTAConfig.lambda_,
     sampling_type: str | Callable[[Tensor, Tensor], Tensor] | None = SSTAConfig.sampling_type, pad_type: str = SSTAConfig.pad_type,
     text_mask: Tensor | TextMask | None = None, mask_share_within_head: bool = SSTAConfig.mask_share_within_head,
     adaptive_pool: tuple[int, int, int] | None = SSTAConfig.adaptive_pool, density: float | None = SSTAConfig.density,
@@ -85,16 +86,17 @@ def ssta_3d_attention(
         value: ``[B, Hkv, S, D]``.
         thw: tokens of the video along t, h, w.
         text_len: tokens of text at the end. They attend to everything, and everything attends to them.
-        text_mask: bool or integer ``[B, text_len]``, nonzero = valid, the valid tokens first (which is not checked: it would wait for the
-            device). With pad_type "none" invalid tokens are not attended to and their rows give zeros; with "zero" and "repeat"
-            only whole tiles of invalid text are left out, as published.
+        text_mask: bool or integer ``[B, text_len]``, nonzero = valid, the valid tokens first. The order is checked on a CPU alone: on a GPU
+            the check would wait. With pad_type "none" invalid tokens are not attended to and their rows give zeros; with "zero" and
+            "repeat" only whole tiles of invalid text are left out, as published.
         scale: factor on the scores; default 1 / sqrt(D).
         deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
         impl: which implementation runs each step; "auto" chooses by device, dtype and shape.
         group: the ranks that share the video out. query, key, value and the result then hold this rank's ``torch.tensor_split`` share of
             the video's tokens and all of the text; thw, text_len and text_mask are the whole sequence's. See ``ssta_attention``.
         topk, tile_thw, kernel_thw, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool,
-            density: what is attended to; see ``SSTAConfig``.
+            density: what is attended to; see ``SSTAConfig``. Published code gives all of them always: with sparse_type "block_attn" there
+            is no window whatever kernel_thw says, and with "sta" no budget whatever topk and threshold say.
         compensation, compensation_parts: what the rest of the video contributes; see ``SSTAConfig``.
 
     Returns:
@@ -104,11 +106,12 @@ def ssta_3d_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
+    kernel_thw, topk, threshold = in_effect(kernel_thw, topk, threshold, sparse_type)
     values = (tile_thw, kernel_thw, topk, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool,
               None, density, compensation, compensation_parts)
     # Equal triples of other numbers, and functions, which may hold what memory there is, are not remembered.
     named = sampling_type is None or type(sampling_type) is str
-    plain = named and _ints(tile_thw) and _ints(kernel_thw) and (adaptive_pool is None or _ints(adaptive_pool))
+    plain = named and _ints(tile_thw) and (kernel_thw is None or _ints(kernel_thw)) and (adaptive_pool is None or _ints(adaptive_pool))
 
     def made() -> tuple[TokenLayout, SSTAConfig, Shares | None]:
         config = _config(*values) if plain else SSTAConfig(*values)
@@ -168,7 +171,8 @@ def ssta_attention(
         kv_layout: what the sequence of key and value consists of where it is another than the queries', as with keys that were cached; the
             layout is then of query alone. Windows stay inside a grid that both have: their video grids are compared from the last one
             backwards, and one of the same (t, h, w) on both sides is the same grid. The budget and density choose among all video tiles of
-            kv_layout, whose dense runs are always attended to. Needs pad_type "none". text_mask is then of kv_layout's dense runs.
+            kv_layout, whose dense runs are always attended to. Needs pad_type "none". text_mask is then of kv_layout's dense runs. Rows of
+            invalid tokens give zeros only where kv_layout equals layout; of another one the mask says nothing about rows.
         config: what is attended to. Its variants are resolved by the grid with the most frames.
         text_mask: bool or integer ``[B, layout.dense_length]`` over the tokens of all dense runs in their order, nonzero = valid, in
             each run the valid tokens first. What it does depends on pad_type as in ``ssta_3d_attention``. Layers that share one may share
@@ -200,8 +204,8 @@ def ssta_attention(
     shares = None if group is None else said_to(group, lambda: shares_of(group, layout, split))
     result = attend(query, key, value, layout, config, kv_layout=kv_layout, text_mask=text_mask, scale=scale, deterministic=deterministic,
                     impl=impl, shares=shares)
-    # A copy, which knows nothing of tensors that its owner may write to.
-    return (result.out, BlockLists.from_fields(*result.selection.blocks.to_fields())) if return_blocks else result.out
+    # Later calls read what a selection is made of; the caller may write to his copy.
+    return (result.out, result.selection.blocks.clone()) if return_blocks else result.out
 
 
 def prepare(
@@ -246,7 +250,11 @@ class PreparedLayer:
         self.spec = spec
         self._layers: dict[LayerSpec, Layer] = {}
         layer = self._layer_of(spec)
-        self.tiles, self.backend = layer.tiles, layer.backend
+        self.tiles, self.backend = layer.tiles.clone(), layer.backend
+
+    def __reduce__(self) -> tuple:
+        # A copy, in this process or another, is prepared anew.
+        return PreparedLayer, (self.spec,)
 
     def _layer_of(self, spec: LayerSpec) -> Layer:
         """The layer of a call's spec, which must be this one's but for whether a gradient is wanted."""

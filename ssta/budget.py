@@ -64,7 +64,7 @@ def most_tiles(config: SSTAConfig, cut: Cut, kv_cut: Cut) -> int:
     """How many tiles, with the window and the dense runs, a tile of ``cut`` is given at most of those of ``kv_cut``."""
     if config.budget is not None or cut.num_dense_tiles:
         return kv_cut.num_tiles
-    window = 0 if config.selected_by == "block_attn" else max([window_size(grid, config.kernel_thw) for grid in cut.tile_grids])
+    window = 0 if config.selected_by == "block_attn" else max([window_size(grid, config.window) for grid in cut.tile_grids])
     if config.density is None:
         most = window + config.row_topk
     else:

@@ -103,7 +103,9 @@ class CachedLayer:
         spec, ring = self.spec, self.ring
         shape, tiles = (batch, spec.kv_heads), ring.tiles
         k, v = (torch.zeros(*shape, tiles.num_slots, spec.head_dim, dtype=spec.dtype, device=ring.device) for _ in range(2))
-        k_means = torch.zeros(*shape, tiles.num_video_tiles, spec.head_dim, device=ring.device) if _by_means(spec) else None
+        k_means = None
+        if _by_means(spec):
+            k_means = torch.zeros(*shape, tiles.num_video_tiles, spec.head_dim, dtype=torch.float32, device=ring.device)
         storage = Storage(ring.new_counts(), k, v, k_means, self._room(k, tiles.num_video_tiles))
         self.clear(storage)
         return storage

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 from torch import Tensor
 
 from .attention import attend
 from .config import SSTAConfig
 from .inputs import check_query
-from .result import LayerResult
+from .result import Found, LayerResult
+from .selection import Selection
 from .sequence import DenseRun, TokenLayout, require_layout
 from .text import TextMask
 
@@ -48,4 +53,12 @@ def dense_attention(
         text_mask = TextMask.of(text_mask, query.shape[0], layout, query.device).whole()
     else:
         text_mask = None
-    return attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl, rows=rows)
+    result = attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl, rows=rows)
+    result.find = partial(_found_apart, result.find)
+    return result
+
+
+def _found_apart(find: Callable[[Sequence[Any]], Found], held: Sequence[Any]) -> Found:
+    """What was found, its lists in memory of their own: those of all blocks are the same tensors in every call."""
+    found = find(held)
+    return found._replace(selection=Selection(found.selection.blocks.clone(), found.selection.useful))

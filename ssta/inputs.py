@@ -11,12 +11,12 @@ from torch import Tensor
 from .checks import require_kind
 from .config import SSTAConfig
 from .kernels import Deferred
-from .kernels.checks import require_bool, require_int, require_strided, resolve_scale
+from .kernels.checks import DTYPES, require_bool, require_int, require_strided, resolve_scale
 from .kernels.memo import Kept
 from .kernels.routing import require_impl
 from .sequence import TokenLayout, require_layout
 from .spec import LayerSpec
-from .text import TextMask
+from .text import TextMask, require_valid_first
 
 if TYPE_CHECKING:
     from .op import World
@@ -50,6 +50,8 @@ def described(
             raise
         if kind is not None:
             _known[kind] = spec
+    elif type(text_mask) is Tensor:
+        require_valid_first(text_mask, spec.kv_layout)
     return spec
 
 
@@ -188,8 +190,9 @@ def _check_tensor(name: str, x: Any) -> None:
         require_strided(name, x)
     if len(x.shape) != 4:
         raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
+    if x.dtype not in DTYPES:
+        taken = "float16, bfloat16, float32 or float64" if x.dtype.is_floating_point else "a floating-point tensor"
+        raise TypeError(f"{name} must be {taken}, got {x.dtype}")
 
 
 def _wrong_thw(shape: Sequence[int], layout: TokenLayout) -> ValueError:

@@ -80,7 +80,7 @@ class Layer:
         self.kv_tiles = self.tiles if spec.kv_layout == spec.layout else checked_layout(
             spec.kv_layout, config.tile_thw, config.pad_type, device)
         self.backend = choose_backend(spec.impl, device, spec.dtype, spec.head_dim)
-        self.fixed = fixed_tiles(self.tiles, self.kv_tiles, config.kernel_thw, config.selected_by)
+        self.fixed = fixed_tiles(self.tiles, self.kv_tiles, config.window, config.selected_by)
         # The steps that this layer has, as values: a layer without a choice has no rule, one that drops what it leaves out no estimate.
         self.rule = rule_of(config) if spec.chooses else None
         self.budget = budget_of(config, self) if spec.chooses else None

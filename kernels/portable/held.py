@@ -61,7 +61,8 @@ def _write_write(plan: Plan, xs: Sequence[Tensor], others: Sequence[Any], first:
 
 def write_ring(xs: Sequence[Tensor], source: Tensor, at: Tensor, place: Tensor, each: int, size: int) -> None:
     """See ``eager/held.py``."""
-    _ring(xs, (source, at, place), each, size)
+    # Plain torch, which estimates in the interpreter, has covariances of two dimensions.
+    _ring([x.flatten(3) if x.dim() > 4 else x for x in xs], (source, at, place), each, size)
 
 
 def _write_ring(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], each: int, size: int) -> None:

@@ -21,6 +21,6 @@ def _product_kernel(out, N: tl.constexpr):
 @lru_cache
 def multiplies_bfloat16() -> bool:
     """Whether products of bfloat16 are those of numbers: Triton 3.6's interpreter keeps these as their bits, and multiplies the bits."""
-    out = torch.empty(16, 16)
+    out = torch.empty(16, 16, dtype=torch.float32, device="cpu")
     _product_kernel[(1,)](out, 16, **FUSED)
     return bool((out == 16).all())

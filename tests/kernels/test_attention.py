@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import INTERPRETED, inputs
 
-from ssta.kernels import BlockLists, attention, block_sparse_attention
+from ssta.kernels import BlockLists, attention, block_sparse_attention, take_tokens
 from ssta.kernels.op import route_of, run_forward
 from ssta.kernels.reference import reference_attention
 
@@ -209,19 +209,44 @@ def _call(dtype=torch.float32, **changes):
     (dict(k=torch.zeros(1, 3, 48, 16), v=torch.zeros(1, 3, 48, 16)), ValueError, "q's heads must be a multiple of k's 3, got 4"),
     (dict(q=torch.zeros(1, 4, 16, 32).mT), ValueError, "q must have stride 1 in its last dimension, got 32"),
     (dict(blocks="all"), TypeError, "blocks must be BlockLists, got str"),
-    (dict(blocks=full_lists(3, 2, 3)), ValueError, "blocks.counts must have batch 1 or 1 and heads 1 or 2 or 4"),
+    (dict(blocks=full_lists(3, 2, 3)), ValueError, "blocks.counts must have batch 1 and heads 1 or 2 or 4"),
     (dict(blocks=full_lists(2, 1, 2, 3)), ValueError, "blocks.counts must have batch 1"),
     (dict(blocks=full_lists(3, 3)), ValueError, "blocks must have 2 q blocks of 16 for 32 tokens, got 3"),
     (dict(blocks=full_lists(2, 4)), ValueError, "blocks must have 3 kv blocks of 16 for 48 tokens, got 4"),
     (dict(scale=0.0), ValueError, "scale must be positive and finite, got 0.0"),
     (dict(scale="big"), TypeError, r"scale must be a number, got 'big' \(str\)"),
     (dict(impl="cuda"), ValueError, "impl must be one of 'auto', 'reference', 'torch', 'triton', 'cudnn', 'hopper', got 'cuda'"),
-    (dict(impl="hopper"), ValueError, "impl='hopper' requires float16 or bfloat16 and a head_dim of 64 or 128, got torch.float32 and 16"),
+    (dict(impl="hopper"), ValueError, r"impl='hopper' requires a Hopper GPU \(sm_90\), got"),
     (dict(impl="triton"), ValueError, "impl='triton' requires float16 or bfloat16 and a head_dim of 16 to 256, got torch.float32 and 16"),
 ])
 def test_refuses_before_any_kernel_runs(changes, error, message):
     with pytest.raises(error, match=message):
         _call(**changes)
+
+
+@pytest.mark.parametrize("pattern, words", [((4, 4), "blocks must have 1 q blocks of 16 for 2 tokens, got 4"),
+                                            ((2, 4, 4), "blocks.counts must have batch 1 and heads 1 or 64, got shape")])
+def test_tokens_before_heads_are_seen(pattern, words):
+    x, blocks = torch.zeros(1, 64, 2, 16), BlockLists.from_mask(torch.ones(*pattern, dtype=torch.bool), 16, 16)
+    with pytest.raises(ValueError, match=rf"{words}.*; the order of axes is \[batch, heads, tokens, head_dim\], so transpose\(1, 2\)"):
+        block_sparse_attention(x, x, x, blocks)
+    assert block_sparse_attention(*[x.transpose(1, 2)] * 3, blocks).shape == (1, 2, 64, 16)
+
+
+@pytest.mark.parametrize("index, error, words", [
+    (torch.zeros(3), TypeError, "index must be int64, got torch.float32"),
+    (torch.tensor([0, 5]), ValueError, r"index must lie in \[-1, 5\), got 0 to 5"),
+    (torch.tensor([-2, 1]), ValueError, r"index must lie in \[-1, 5\), got -2 to 1"),
+    ([0], TypeError, "index must be a tensor, got list")])
+def test_tokens_are_taken_by_numbers_that_are_there(index, error, words):
+    with pytest.raises(error, match=words):
+        take_tokens(torch.zeros(1, 2, 5, 4), index)
+
+
+def test_what_torch_jit_traces_is_refused_in_words_that_help():
+    blocks = BlockLists.from_mask(torch.ones(2, 2, dtype=torch.bool), 16, 16)
+    with pytest.raises(TypeError, match="must be an int, got tensor.*; torch.jit.trace cannot trace this package, torch.export can"):
+        torch.jit.trace(lambda q: block_sparse_attention(q, q, q, blocks), (torch.zeros(1, 1, 32, 16),))
 
 
 def test_triton_refuses_a_cpu_when_not_interpreted(monkeypatch):

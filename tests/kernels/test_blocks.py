@@ -166,6 +166,15 @@ def test_checked_constructor_reads_the_values(changes, message):
 def test_conversions_refuse_what_they_cannot_read():
     with pytest.raises(TypeError, match="mask must be a bool tensor"):
         BlockLists.from_mask(torch.ones(2, 2), 16, 16)
+    with pytest.raises(TypeError, match="mask must be a bool tensor, got numpy.ndarray of bool, of which torch.as_tensor makes one"):
+        BlockLists.from_mask(np.ones((2, 2), dtype=bool), 16, 16)
+    with pytest.raises(TypeError, match="q_offsets must be int32, got torch.int64; .int\\(\\) converts it"):
+        BlockLists.from_mask(torch.ones(2, 2, dtype=torch.bool), torch.tensor([0, 3, 5]), 16)
+    with pytest.raises(ValueError, match="max_q_length must be given with q_offsets that hold no values"):
+        BlockLists.from_mask(torch.ones(2, 2, dtype=torch.bool, device="meta"), torch.empty(3, dtype=torch.int32, device="meta"), 16)
+    for read in (lambda lists: lists.check_values(32, 32), lambda lists: lists.to_bsr()):
+        with pytest.raises(ValueError, match="counts must hold values, got a meta tensor"):
+            read(BlockLists.from_mask(torch.ones(2, 2, dtype=torch.bool, device="meta"), 16, 16))
     with pytest.raises(ValueError, match="mask must be"):
         BlockLists.from_mask(torch.ones(2, dtype=torch.bool), 16, 16)
     with pytest.raises(TypeError, match="indices must be an int32 or int64 tensor"):

@@ -596,6 +596,14 @@ class TestALayerThatIsHeld:
         monkeypatch.setattr("ssta.attention.Layer", None)
         layer(q, k, v)
 
+    def test_a_module_that_holds_one_is_copied_and_pickled(self):
+        q, k, v = self.qkv()
+        model = torch.nn.Linear(1, 1)
+        model.layer = prepare(LAYOUT, self.CONFIG, like=q, key_heads=2)
+        expected = model.layer(q, k, v)
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert copied.layer is not model.layer and torch.equal(copied.layer(q, k, v), expected)
+
     def test_other_tensors_are_refused(self):
         q, k, v = self.qkv()
         layer = prepare(LAYOUT, self.CONFIG, like=q, key_heads=2)
