@@ -39,7 +39,7 @@ class Place:
     image: int
 
 
-ON_GPU = Place("cuda", torch.bfloat16, torch.float32, (7, 18, 36), 8, 4, 729)
+ON_GPU = Place("cuda", torch.bfloat16, torch.float32, (7, 14, 36), 8, 4, 729)
 ON_CPU = Place("cpu", torch.bfloat16, torch.float32, (5, 6, 12), 2, 2, 20)
 # Pixels of a token, frames of pixels for one of tokens; whether attention is given a mask, by which it is dense in kernels of ours.
 PIXELS = {"wan": (16, 4), "hunyuan_video_15": (16, 4), "ltx": (32, 8)}
