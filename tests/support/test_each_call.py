@@ -153,8 +153,9 @@ def test_free_blocks_are_those_that_the_stream_can_be_given():
 
     segments = [segment("small", (512, "inactive"), (1024, "active_allocated")), segment("small", (512, "inactive"), stream=8),
                 segment("large", (4 << 20, "inactive"), (1 << 20, "inactive"), (2 << 20, "active_pending_free")),
-                segment("large", (8 << 20, "inactive"), device=1), segment("large", (8 << 20, "inactive"), pool=(0, 1))]
-    assert free_blocks(segments, 0, 7) == [512, 4 << 20]
+                segment("large", (8 << 20, "inactive"), device=1), segment("large", (8 << 20, "inactive"), pool=(0, 1)),
+                segment("small", (2 << 20, "inactive")), segment("small", ((1 << 20) + 1024, "inactive"))]
+    assert free_blocks(segments, 0, 7) == [4 << 20, 1 << 20, 1 << 20, 1 << 20, 1024, 512]
 
 
 @pytest.mark.gpu
