@@ -24,17 +24,17 @@ def each_call(group, calls, thw, tile, text, dim, device):
         return q, k, v, dout
 
     def step(*tensors):
-        found = differentiated(lambda q, k, v: ssta_attention(q, k, v, layout, config, group=group))(*[local(x, shards) for x in tensors])
-        for x in found[1:]:
+        results = differentiated(lambda q, k, v: ssta_attention(q, k, v, layout, config, group=group))(*[local(x, shards) for x in tensors])
+        for x in results[1:]:
             # Of its gradients each rank has a part.
             whole = x[:, :, -text:].contiguous()
             dist.all_reduce(whole)
             x[:, :, -text:] = whole
-        return found
+        return results
 
     def exact(*tensors):
-        found = differentiated(lambda q, k, v: ssta_attention(q, k, v, layout, config, impl="reference"))(*tensors)
-        return [local(x, shards) for x in found]
+        results = differentiated(lambda q, k, v: ssta_attention(q, k, v, layout, config, impl="reference"))(*tensors)
+        return [local(x, shards) for x in results]
 
     torch.manual_seed(0)
     each_call_is_right(lambda: (step, exact, draw), calls=calls, graph=False)

@@ -1,4 +1,4 @@
-"""Uninitialised memory that shows: replacements of what makes tensors without values, and a fill of what the GPU's allocator holds free."""
+"""Uninitialised memory that shows: NaN in every new tensor without values, and in all free memory of the GPU's allocator."""
 
 import torch
 
@@ -39,25 +39,25 @@ SMALL = 1 << 20
 def free_blocks(segments, device, stream):
     """Bytes of requests that take all the memory which the allocator can give to ``stream`` of ``device``, the largest first.
 
-    ``segments``: by ``torch.cuda.memory_snapshot()``. Those of graphs belong to pools of their own.
+    ``segments``: by ``torch.cuda.memory_snapshot()``. Graphs have pools of their own, which are left out.
     """
-    found = []
+    requests = []
     for segment in segments:
         if (segment["device"], segment["stream"], tuple(segment.get("segment_pool_id", (0, 0)))) != (device, stream, (0, 0)):
             continue
         for size in [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]:
             if segment["segment_type"] == "large":
                 # No request reaches a smaller rest of a large segment.
-                found += [size] if size > SMALL else []
+                requests += [size] if size > SMALL else []
             else:
-                found += [SMALL] * (size // SMALL) + ([size % SMALL] if size % SMALL else [])
-    return sorted(found, reverse=True)
+                requests += [SMALL] * (size // SMALL) + ([size % SMALL] if size % SMALL else [])
+    return sorted(requests, reverse=True)
 
 
 def poison_free_memory():
     """Fills all memory that torch's allocator holds free for the current stream; without a GPU, and in a capture, it does nothing.
 
-    What a kernel or an extension takes from the allocator by itself passes ``poisoned`` by.
+    ``poisoned`` sees no memory that a kernel's scratch or an extension takes from the allocator.
     """
     if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return
