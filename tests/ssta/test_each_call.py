@@ -40,9 +40,9 @@ def on_cpu(*settings):
     return [pytest.param(ON_CPU, *setting, id=" ".join(map(str, ("cpu", *setting)))) for setting in settings]
 
 
-def drawn(place, dim, q_block, k_block, kept, **more):
+def drawn(place, dim, q_block, k_block, best, **more):
     """(q, k, v, dout), of blocks that are told apart."""
-    q, k, v = distinct(q_block, k_block, kept, dim=dim, **place["tensors"], **more)
+    q, k, v = distinct(q_block, k_block, best, dim=dim, **place["tensors"], **more)
     return q, k, v, torch.randn_like(q)
 
 
@@ -57,16 +57,16 @@ def test_layers(place, impl, dim, kind, gradients):
     if (kind, dim) == ("fixed tiles", 64):
         tile = place["vsa_tile"]
     layout, blocks = TokenLayout.video_text(place["thw"], text), canvas_blocks(place["thw"], tile, text)
-    kept = (int(blocks.max()) + 1) // 8
+    best = (int(blocks.max()) + 1) // 8
 
     def attend(impl):
         if kind == "dense":
             return lambda q, k, v: dense_attention(q, k, v, TokenLayout((DenseRun(layout.length),)), impl=impl).out
-        config = SSTAConfig(tile_thw=tile, **KINDS[kind], **({} if kind == "fixed tiles" else dict(topk=kept)))
+        config = SSTAConfig(tile_thw=tile, **KINDS[kind], **({} if kind == "fixed tiles" else dict(topk=best)))
         return lambda q, k, v, mask=None: ssta_attention(q, k, v, layout, config, text_mask=mask, impl=impl)
 
     def draw():
-        tensors = drawn(place, dim, blocks, blocks, kept)
+        tensors = drawn(place, dim, blocks, blocks, best)
         if kind in ("dense", "fixed tiles"):
             return tensors
         return *tensors, torch.arange(text, device=device)[None] < torch.randint(1, text + 1, (1, 1), device=device)
@@ -96,8 +96,8 @@ def test_caches(place, impl, dim, gradients):
             number = next(chunks)
             # The first chunk is the sink, which is not selected from; six chunks later the same channels serve again.
             within = [tiles * (chunk % 6) + tile for chunk in range(max(number - 2, min(number, 1)), number + 1) for tile in range(tiles)]
-            own = blocks + tiles * (number % 6)
-            return drawn(place, dim, own, own, len(within) // 4, within=within, batch=2)
+            coded = blocks + tiles * (number % 6)
+            return drawn(place, dim, coded, coded, len(within) // 4, within=within, batch=2)
 
         return *map(GRADIENTS[gradients], (attend(impl), attend("reference"))), draw
 
@@ -115,7 +115,7 @@ def test_vsa(place, impl, dim):
     def attend(impl):
         def step(q, k, v, gate, dout):
             leaves = [x.detach().requires_grad_() for x in (q, k, v, gate)]
-            out = video_sparse_attention(*leaves, thw, 1 - 4 / number, before=before, tile_thw=tile, impl=impl)
+            out = video_sparse_attention(*leaves, thw, 1 - 3.5 / number, before=before, tile_thw=tile, impl=impl)
             return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
         return step

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from parallel_inputs import MIXED, SHORT, TEXT, TILE, TWICE, TWO_GRIDS, WAN, config, inputs, local, mask, noting, refused
 from parallel_mistakes import errors, errors_before_anything_is_agreed, errors_of_one, every_fact, facts, late, mixed, rings_refuse
+from rank_each_call import each_call
 
 from ssta import DenseRun, SSTAConfig, TileCache, TokenLayout, op, ssta_3d_attention, ssta_attention
 from ssta.attention import attend as attend_layer
@@ -428,6 +429,8 @@ def on_gpus(rank, ranks):
         assert torch.equal(*(shards.start(x).wait() for x in (normed, normed.materialize())))
     are_plans()
     assert max(errors.values()) < 5e-3, errors
+    for group in (dist.group.WORLD, dist.device_mesh.init_device_mesh("cuda", (ranks, 1))):
+        each_call(group, 3, (7, 18, 20), (4, 4, 8), 77, 64, "cuda")
 
 
 def distance(x, y):
