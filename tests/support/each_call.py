@@ -11,15 +11,15 @@ def each_call_is_right(start, *, calls=4, warm=1, block=64, roundings=1, graph=T
     """Every call of a step is right: with all memory of earlier calls in use, at their addresses, and, on a GPU, in a CUDA graph.
 
     ``exact`` of the inputs is the truth. A call is right where it is no farther from it than FACTOR times ``exact`` of inputs that were
-    rounded once more, plus the result's own rounding: as a whole and in every run of rows. It writes to no input, and from the third call
-    on it does not wait for the device. Before each call free memory is NaN.
+    rounded once more, plus the result's own rounding: as a whole and in every run of rows. It writes to no input. Once it is warm it does
+    not wait for the device. Before each call free memory is NaN.
 
     Args:
         start: ``() -> (step, exact, draw)``. ``step(*inputs)`` gives tensors; ``exact(*inputs)`` gives the same of floating inputs in
             float64; ``draw()`` gives other inputs each time. A step with a state, such as a cache, makes it in ``start``. Each of its calls
             has one call of ``exact`` with the same inputs, in the same order.
-        calls: with memory that stays in use; two more at the same addresses.
-        warm: calls before a graph is captured.
+        calls: with memory that stays in use; at least two more at the same addresses.
+        warm: calls before a graph is captured. These and the next one may wait for the device, to make constants.
         block: rows of a run.
         roundings: of the inputs; more than one for a step that also rounds intermediate results.
         graph: whether the step can be captured.
@@ -29,7 +29,7 @@ def each_call_is_right(start, *, calls=4, warm=1, block=64, roundings=1, graph=T
         return _Series(start, block, roundings, where)
 
     _with_all_memory_in_use(series("with all memory in use"), calls)
-    _at_the_same_addresses(series("at the same addresses"), calls + 2)
+    _at_the_same_addresses(series("at the same addresses"), max(calls, warm) + 2, warm)
     if graph and any([x.is_cuda for x in start()[2]()]):
         _replayed(series("replayed"), calls, warm, same_bits)
 
@@ -78,14 +78,14 @@ def _with_all_memory_in_use(series, calls):
     series.judge(outputs, tensors)
 
 
-def _at_the_same_addresses(series, calls):
+def _at_the_same_addresses(series, calls, warm):
     for _ in range(calls):
         series.draw()
     held, outputs = [x.clone() for x in series.inputs[0]], []
     for number, inputs in enumerate(series.inputs):
         _copy(inputs, held)
         poison_free_memory()
-        with _without_waiting(number > 1 and held[0].is_cuda):
+        with _without_waiting(number > warm and held[0].is_cuda):
             results = series.step(*held)
         # Made before the second call, so that its results lie where the first ones lay.
         outputs = outputs or [x.new_zeros(calls, *x.shape) for x in results]
