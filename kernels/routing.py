@@ -153,7 +153,6 @@ class Implementation:
         triton: whether its kernels are this package's own. Then its forward may write over q, and compacted keys are as good as
             tiles to it.
         deterministic: whether its backward takes that argument; others have only one order of summing, or refuse it.
-        planned_backward: whether its backward over tiles of keys is a plan.
         backward_cannot: why the backward is another row's although the forward runs, or None.
         verdict: where it was taken, what is known of its results, or None.
         outruns_dense: whether attention to all blocks takes less time this way than torch's SDPA.
@@ -167,7 +166,6 @@ class Implementation:
     gathered: str | None = None
     triton: bool = True
     deterministic: bool = False
-    planned_backward: bool = False
     backward_cannot: Callable[[Problem], str | None] = lambda problem: None
     verdict: Callable[[Problem], str | None] = lambda problem: None
     outruns_dense: bool = False
@@ -177,7 +175,7 @@ class Implementation:
 # heads of 64, SDPA through cuDNN 26.1 and 17.9 (benchmark/results/kernels_h200.csv and sweep_h200.csv).
 TABLE = (
     Implementation("hopper", "hopper.forward:hopper_forward", "hopper.backward:hopper_backward", _hopper_cannot, _hopper_suits_not,
-                   deterministic=True, planned_backward=True, backward_cannot=_hopper_backward_cannot, outruns_dense=True),
+                   deterministic=True, backward_cannot=_hopper_backward_cannot, outruns_dense=True),
     Implementation("cudnn", "cudnn.attention:cudnn_forward", "cudnn.attention:cudnn_backward", cudnn.cannot, cudnn.suits_not, triton=False,
                    backward_cannot=cudnn.backward_cannot, verdict=cudnn.verdict),
     Implementation("triton", "portable.forward:triton_forward", "portable.backward:triton_backward", _triton_cannot,
@@ -229,13 +227,8 @@ class Route:
 
     @property
     def in_place(self) -> bool:
-        """Whether the forward is a step of its own over tiles of keys: it can write its result over q, and be a part of a plan."""
+        """Whether the forward is a step of its own over tiles of keys: it can write its result over q."""
         return self.forward.keys == "tiles" and _ROWS[self.forward.kernels].triton
-
-    @property
-    def planned_backward(self) -> bool:
-        """Whether the backward can be a part of a plan."""
-        return self.backward.keys == "tiles" and _ROWS[self.backward.kernels].planned_backward
 
     @property
     def takes_deterministic(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..blocks import BlockLists
 from ..device import DeviceLimits, device_limits
+from ..launch import launch, power_of_2
 from ..lowering.arguments import view
 from ..lowering.chunks import Listed, chunk_lists
 from ..lowering.inputs import descriptor, strided
@@ -29,7 +30,6 @@ from ..lowering.primitives import (
     store_rows,
     visible_keys,
 )
-from ..lowering.quick_launch import FUSED
 from ..lowering.transposed import transposed
 from .config import LaunchConfig, dkv_config, dq_config
 
@@ -201,29 +201,29 @@ def triton_backward(
     limits = limits or device_limits(q.device)
     for_dq, for_dkv = configs or (dq_config(dim, blocks.max_q_length, blocks.max_kv_length, limits),
                                   dkv_config(dim, blocks.max_q_length, blocks.max_kv_length, limits))
-    dim_pad = max(triton.next_power_of_2(dim), 16)
+    dim_pad = max(power_of_2(dim), 16)
     shape = dict(DIM=dim, DIM_PAD=dim_pad, CAUSAL=causal)
     shift = kv_len - q_len if causal else None
 
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     q_view, k_view, v_view, do_view = map(view, (q, k, v, dout))
-    delta_kernel[(triton.cdiv(q_len, DELTA_ROWS), batch * heads)](
-        view(out), do_view, None if dlse is None else view(dlse), view(lse), delta, lse2, heads, q_len,
-        M=DELTA_ROWS, DIM=dim, DIM_PAD=dim_pad, **FUSED)
+    launch(delta_kernel, (-(-q_len // DELTA_ROWS), batch * heads, 1),
+           (view(out), do_view, None if dlse is None else view(dlse), view(lse), delta, lse2), (heads, q_len),
+           dict(M=DELTA_ROWS, DIM=dim, DIM_PAD=dim_pad))
 
     chunks = chunk_lists(listed, heads, for_dq.block_n, shift)
-    parts = triton.cdiv(q_blocks.length, for_dq.block_m)
+    parts = -(-q_blocks.length // for_dq.block_m)
     k_tiles, v_tiles = (descriptor(x, for_dq.block_n, dim_pad, limits.tma) for x in (k, v))
-    _dq_kernel[(q_blocks.number * parts, batch * heads)](
-        q_view, k_view, v_view, do_view, k_tiles, v_tiles, view(dq), lse2, delta, q_blocks.bounds(heads), chunks,
-        heads, heads // kv_heads, kv_len - q_len, scale * LOG2E, scale, PARTS=parts, M=for_dq.block_m, N=for_dq.block_n,
-        **shape, **for_dq.options())
+    launch(_dq_kernel, (q_blocks.number * parts, batch * heads, 1),
+           (q_view, k_view, v_view, do_view, k_tiles, v_tiles, view(dq), lse2, delta, q_blocks.bounds(heads), chunks),
+           (heads, heads // kv_heads, kv_len - q_len, scale * LOG2E, scale),
+           dict(PARTS=parts, M=for_dq.block_m, N=for_dq.block_n) | shape, for_dq.options())
 
     chunks = chunk_lists(transposed(listed), heads, for_dkv.block_m, shift, rows_are_queries=False)
-    parts = triton.cdiv(kv_blocks.length, for_dkv.block_n)
+    parts = -(-kv_blocks.length // for_dkv.block_n)
     q_tiles, do_tiles = (descriptor(x, for_dkv.block_m, dim_pad, limits.tma) for x in (q, dout))
-    _dkv_kernel[(kv_blocks.number * parts, batch * kv_heads)](
-        k_view, v_view, q_view, do_view, q_tiles, do_tiles, lse2, delta, chunks, kv_blocks.bounds(kv_heads),
-        view(dk), view(dv), kv_heads, heads // kv_heads, q_len, kv_len - q_len, scale * LOG2E, scale,
-        PARTS=parts, M=for_dkv.block_m, N=for_dkv.block_n, **shape, **for_dkv.options())
+    launch(_dkv_kernel, (kv_blocks.number * parts, batch * kv_heads, 1),
+           (k_view, v_view, q_view, do_view, q_tiles, do_tiles, lse2, delta, chunks, kv_blocks.bounds(kv_heads), view(dk), view(dv)),
+           (kv_heads, heads // kv_heads, q_len, kv_len - q_len, scale * LOG2E, scale),
+           dict(PARTS=parts, M=for_dkv.block_m, N=for_dkv.block_n) | shape, for_dkv.options())
     return dq, dk, dv

@@ -102,7 +102,6 @@ def test_parts_that_overflow_are_walked_again(name, walks):
 def programs(monkeypatch):
     """How many programs a call launched."""
     forward, found = module("forward"), []
-    forward._forward.kinds.clear()
     kernel = forward._forward_kernel
 
     class Counted:
@@ -112,7 +111,6 @@ def programs(monkeypatch):
 
     monkeypatch.setattr(forward, "_forward_kernel", Counted())
     yield found
-    forward._forward.kinds.clear()
 
 
 @pytest.mark.parametrize("dim, keys, parts, speed", spread((64, 128), (64, 128), (1, 3), SPEEDS))
