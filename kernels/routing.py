@@ -150,8 +150,8 @@ class Implementation:
         cannot: why it cannot run at all, or None.
         suits_not: why "auto" skips it although it could run, or None.
         gathered: the forward of key blocks too short for tiles, if it has one.
-        triton: whether its kernels are this package's own. Then its forward may write over q, and compacted keys are as good as
-            tiles to it.
+        triton: whether its kernels are this package's own. Then its forward may write over q, its backward over dout, and compacted
+            keys are as good as tiles to it.
         deterministic: whether its backward takes that argument; others have only one order of summing, or refuse it.
         backward_cannot: why the backward is another row's although the forward runs, or None.
         verdict: where it was taken, what is known of its results, or None.
@@ -264,10 +264,14 @@ class Route:
         return forward(q, k, v, blocks, scale, causal)
 
     def run_backward(self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                     blocks: BlockLists, scale: float, causal: bool, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv), likewise."""
+                     blocks: BlockLists, scale: float, causal: bool, deterministic: bool, *, in_place: bool = False
+                     ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), likewise. ``in_place``: dout is given away, and dq takes its memory where the kernels can do that."""
         order = (deterministic,) if self.takes_deterministic else ()
-        return self.backward.load()(dout, dlse, q, k, v, out, lse, blocks, scale, causal, *order)
+        backward = self.backward.load()
+        if in_place and self.backward.keys == "tiles" and _ROWS[self.backward.kernels].triton:
+            return backward(dout, dlse, q, k, v, out, lse, blocks, scale, causal, *order, in_place=True)
+        return backward(dout, dlse, q, k, v, out, lse, blocks, scale, causal, *order)
 
     def __str__(self) -> str:
         keys = "" if self.forward.keys == "tiles" else f", keys {self.forward.keys}"

@@ -239,20 +239,27 @@ class Layer:
         lists = rows.lists(blocks)
         route = self._route(lists)
         dlse = of_tail = None
+        given = dout
         if tape.merged is None:
             dout = backend.take(dout, rows.held) if self.moves or spec.rows is not None else dout
         else:
             dout, dlse, *of_tail = self._combine_backward(tape, in_places(backend, dout, rows.token_of_slot))
-        dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, spec.scale, False, spec.deterministic)
-        dq = rows.to_slots(backend, dq)
-        if of_tail is not None:
-            dq, dk, dv = (x.add_(y) for x, y in zip((dq, dk, dv), of_tail))
-        for x, dmean, tiles in zip((dq, dk, dv), dmeans, (self.tiles, self.kv_tiles, self.kv_tiles)):
-            if dmean is not None:
-                x.add_(tiles.spread((dmean / tiles.lengths[:tiles.num_video_tiles, None]).to(x.dtype), backend.take))
-        if not self.moves:
-            return dq, dk, dv
-        return self.tiles.collect(dq, backend.take), self.kv_tiles.collect(dk, backend.take), self.kv_tiles.collect(dv, backend.take)
+        dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, spec.scale, False, spec.deterministic,
+                                        in_place=dout is not given)
+        # As in ``run``: one gradient after another goes back to its order, and nothing that was read is there meanwhile.
+        del dout, dlse, given
+        grads = [rows.to_slots(backend, dq), dk, dv]
+        del dq, dk, dv
+        for number, tiles in enumerate((self.tiles, self.kv_tiles, self.kv_tiles)):
+            x = grads[number]
+            if of_tail:
+                x.add_(of_tail.pop(0))
+            if dmeans and dmeans[number] is not None:
+                x.add_(tiles.spread((dmeans[number] / tiles.lengths[:tiles.num_video_tiles, None]).to(x.dtype), backend.take))
+            grads[number] = tiles.collect(x, backend.take) if self.moves else x
+            del x
+        dq, dk, dv = grads
+        return dq, dk, dv
 
     def _combine_backward(self, tape: Tape, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of the exact part's out and lse, of its rows, and of all q, k and v."""

@@ -135,13 +135,13 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
 
 def hopper_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
-    scale: float, causal: bool, deterministic: bool, processors: int | None = None,
+    scale: float, causal: bool, deterministic: bool, processors: int | None = None, in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); head_dim 64 or 128. ``processors`` are the device's own.
 
     With ``deterministic`` the programs add to dQ in one order (a semaphore), else when they come (non-deterministic dQ), and dQ's last bits
     differ from run to run, over key blocks of up to KEYS tokens those of dK and dV too. So dQ's may where a deterministic backward waited
-    too long; ``spin_timeouts`` counts that.
+    too long; ``spin_timeouts`` counts that. ``in_place``: dq may take dout's memory, which is read before dq is written.
     """
     listed = Listed.of(blocks, q.shape[2], k.shape[2])
     q, k, v, dout, out = *map(chunks_ready, (q, k, v, dout)), strided(out)
@@ -177,7 +177,9 @@ def hopper_backward(
     # Only the sums are left when their own gradient comes.
     dq_accum, dq_semaphore = accum.dq_accum, accum.dq_semaphore
     del accum, descriptors, locks, flipped, work
-    dq = torch.empty_like(q) if queries.covers else torch.zeros_like(q)
+    dq = dout if in_place and dout.stride() == q.stride() else torch.empty_like(q)
+    if not queries.covers:
+        dq.zero_()
     backward_postprocess(dq_accum, dq_semaphore, dq, scale, queries)
     return dq, dk, dv
 

@@ -140,8 +140,8 @@ def combine_backward(
         mixture = mixture.new_empty(*mixture.shape[:3], _row(mixture.shape[3]))[..., :mixture.shape[3]].copy_(mixture)
     dout, exact, out, q, k, v = map(strided, (dout, exact, out, q, k, v))
     exact_lse, order = exact_lse.contiguous(), None if order is None else order.contiguous()
-    # Rows without an estimate pass on the gradient that arrives, and add nothing.
-    dexact = torch.empty_like(dout).copy_(dout)
+    # Rows without an estimate pass on the gradient that arrives, and add nothing. It lies as q does, so that dq may take its memory.
+    dexact = torch.empty_like(q).copy_(dout)
     dexact_lse, dq, dk, dv = map(torch.zeros_like, (lse, q, k, v))
     if not q.numel() or not k.numel():
         return dexact, dexact_lse, dq, dk, dv
