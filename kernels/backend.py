@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,6 @@ from .checks import check_tensor, device_of, require_dtype
 from .eager import moves, ranking
 from .operators import TRITON, at_hand, watched
 from .routing import Where, choose_route, require_impl
-
-if TYPE_CHECKING:
-    from .lowering.plans import Plans
 
 STEPS = ("gather", "estimate", "score", "select", "attend", "combine", "take")
 
@@ -96,7 +93,7 @@ ROWS = (
         score="prologue.select_kernel:score", select="prologue.select_kernel:select", valid_lengths="prologue.select_kernel:valid_lengths",
         write_ring="portable.held:write_ring"), _triton_cannot),
     Row("triton", dict(
-        key_statistics="portable.tail:key_statistics", estimate="portable.tail:estimate", error_scores="portable.tail:scores",
+        key_statistics="portable.tail:key_statistics", estimate="portable.tail:estimate", error_scores="portable.tail_rows:scores",
         combine="portable.tail_combine:combine", combine_backward="portable.tail_combine:combine_backward",
         room_for_statistics="portable.held:room_for_statistics", write_statistics="portable.held:write_statistics"), _triton_tail_cannot),
     Row("torch", dict(
@@ -180,10 +177,6 @@ class Backend:
     room_for_statistics: Callable
     write_statistics: Callable
     write_ring: Callable
-
-    def plans(self, write: Callable[..., Any]) -> Plans | None:
-        """A step of these steps, which ``write`` takes one after another, see ``lowering/plans.py``; None where torch runs one of them."""
-        return None if any([of.name == "torch" for of in self.chosen]) else _load("lowering.plans:Plans")(write)
 
     def score_by(self, scorer: Callable[[Tensor, Tensor], Tensor], q_means: Tensor, k_means: Tensor) -> Tensor:
         """The step "score" by a function of the user's own, from which NaN and inf in one block cannot spread to another; see

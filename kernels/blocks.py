@@ -69,7 +69,6 @@ class BlockLists:
     # keys. A user's tensors may be written to.
     _bounds: ClassVar[dict | None] = None
     _covers: ClassVar[tuple[int, int]] = (0, 0)
-    _facts: ClassVar[tuple | None] = None
 
     def __post_init__(self) -> None:
         settled = settled_fields(self.counts, self.indices, self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths,
@@ -91,7 +90,6 @@ class BlockLists:
         if self._bounds is None:
             vars(self)["_bounds"] = {}
         values.update(vars(self), counts=counts, indices=indices)
-        values["_facts"] = None
         if kv_lengths is not None:
             bounds = {} if starts is None else {(False, self.num_kv_blocks, tokens, self.max_kv_length): (starts, kv_lengths)}
             values.update(kv_lengths=kv_lengths, _bounds=bounds, _covers=(self._covers[0], 0))
@@ -107,12 +105,11 @@ class BlockLists:
         For use inside the package, where that is known; what is ``relisted`` from them says so too, but for other lengths.
         """
         vars(self)["_covers"] = tokens, tokens
-        vars(self)["_facts"] = None
         return self
 
     def __getstate__(self) -> dict:
         # A copy's tensors are the user's, who may write to them.
-        return {name: value for name, value in vars(self).items() if name not in (*KNOWN, "_facts")}
+        return {name: value for name, value in vars(self).items() if name not in KNOWN}
 
     # Properties
 
@@ -128,16 +125,6 @@ class BlockLists:
     @property
     def device(self) -> torch.device:
         return self.counts.device
-
-    @property
-    def facts(self) -> tuple:
-        """All that is known of these lists without reading a tensor, as a part of keys: lists with the same facts have the same work."""
-        found = self._facts
-        if found is None:
-            sizes = [x.shape if isinstance(x, Tensor) else x for x in (self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths)]
-            found = vars(self)["_facts"] = (self.device, self.indices.shape, self.counts.stride(), self.indices.stride(), *sizes,
-                                            self.num_kv_blocks, self.max_q_length, self.max_kv_length, self._covers)
-        return found
 
     def density(self) -> Tensor:
         """Fraction of the (query block, key block) pairs that are kept: a float32 scalar tensor, not synchronised."""
@@ -329,22 +316,6 @@ class BlockLists:
         q_offsets = max_q_length if q_offsets is None else q_offsets
         kv_offsets = max_kv_length if kv_offsets is None else kv_offsets
         return cls(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
-
-    @classmethod
-    def trusted(cls, counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length, *,
-                known: dict | None = None) -> BlockLists:
-        """``from_fields`` without its checks, and with what is ``known`` of the lists: for every call of a plan or a backward."""
-        new = object.__new__(cls)
-        vars(new).update(
-            known or {}, counts=counts, indices=indices, q_offsets=max_q_length if q_offsets is None else q_offsets,
-            kv_offsets=max_kv_length if kv_offsets is None else kv_offsets, q_lengths=q_lengths, kv_lengths=kv_lengths,
-            num_kv_blocks=num_kv_blocks, max_q_length=max_q_length, max_kv_length=max_kv_length)
-        return new
-
-    @property
-    def known(self) -> dict:
-        """Facts beside the fields that stay true of these tensors when they are passed on."""
-        return {name: vars(self)[name] for name in KNOWN if name in vars(self)}
 
     def __repr__(self) -> str:
         """Sizes only; reads no values, so it does not synchronise."""

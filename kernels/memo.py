@@ -18,10 +18,6 @@ import torch
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 
 
-class Unplanned(Exception):
-    """What a plan of several steps cannot remember, such as an operator of torch that nobody has put into it."""
-
-
 class Kept(OrderedDict):
     """A dict of at most ``most`` entries: another one takes the place of the one that was used least recently.
 

@@ -140,9 +140,8 @@ class Implementation:
         forward, backward: "module:function" below ssta.kernels, imported when first chosen.
         cannot: why it cannot run at all, or None.
         suits_not: why "auto" skips it although it could run, or None.
-        triton: whether its kernels are this package's own. Then its forward may write over q.
+        triton: whether its kernels are this package's own. Then its forward may write over q, and its backward over dout.
         deterministic: whether its backward takes that argument; others have only one order of summing, or refuse it.
-        planned_backward: whether its backward is a plan.
         backward_cannot: why the backward is another row's although the forward runs, or None.
         verdict: where it was taken, what is known of its results, or None.
         outruns_dense: whether attention to all blocks takes less time this way than torch's SDPA.
@@ -155,7 +154,6 @@ class Implementation:
     suits_not: Callable[[Problem], str | None] = lambda problem: None
     triton: bool = True
     deterministic: bool = False
-    planned_backward: bool = False
     backward_cannot: Callable[[Problem], str | None] = lambda problem: None
     verdict: Callable[[Problem], str | None] = lambda problem: None
     outruns_dense: bool = False
@@ -165,7 +163,7 @@ class Implementation:
 # heads of 64, SDPA through cuDNN 26.1 and 17.9 (benchmark/results/kernels_h200.csv and sweep_h200.csv).
 TABLE = (
     Implementation("hopper", "hopper.forward:hopper_forward", "hopper.backward:hopper_backward", _hopper_cannot, _hopper_suits_not,
-                   deterministic=True, planned_backward=True, backward_cannot=_hopper_backward_cannot, outruns_dense=True),
+                   deterministic=True, backward_cannot=_hopper_backward_cannot, outruns_dense=True),
     Implementation("cudnn", "cudnn.attention:cudnn_forward", "cudnn.attention:cudnn_backward", cudnn.cannot, cudnn.suits_not, triton=False,
                    backward_cannot=cudnn.backward_cannot, verdict=cudnn.verdict),
     Implementation("triton", "portable.forward:triton_forward", "portable.backward:triton_backward", _triton_cannot,
@@ -215,13 +213,8 @@ class Route:
 
     @property
     def in_place(self) -> bool:
-        """Whether the forward can write its result over q, and be a part of a plan."""
+        """Whether the forward can write its result over q."""
         return _ROWS[self.forward.kernels].triton
-
-    @property
-    def planned_backward(self) -> bool:
-        """Whether the backward can be a part of a plan."""
-        return _ROWS[self.backward.kernels].planned_backward
 
     @property
     def takes_deterministic(self) -> bool:
@@ -257,10 +250,14 @@ class Route:
         return forward(q, k, v, blocks, scale, causal)
 
     def run_backward(self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                     blocks: BlockLists, scale: float, causal: bool, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv), likewise."""
+                     blocks: BlockLists, scale: float, causal: bool, deterministic: bool, *, in_place: bool = False
+                     ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), likewise. ``in_place``: dout is given away, and dq takes its memory where the kernels can do that."""
         order = (deterministic,) if self.takes_deterministic else ()
-        return self.backward.load()(dout, dlse, q, k, v, out, lse, blocks, scale, causal, *order)
+        backward = self.backward.load()
+        if in_place and _ROWS[self.backward.kernels].triton:
+            return backward(dout, dlse, q, k, v, out, lse, blocks, scale, causal, *order, in_place=True)
+        return backward(dout, dlse, q, k, v, out, lse, blocks, scale, causal, *order)
 
     def __str__(self) -> str:
         return self.name if self.backward.kernels == self.name else f"{self.name}, backward {self.backward.kernels}"

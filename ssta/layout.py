@@ -48,7 +48,7 @@ class TileLayout(Cut):
     @cached_property
     def move(self) -> tuple[Tensor, Tensor, int]:
         """The order as the step "gather" takes it: source, offsets, and that means of the video tiles are wanted. The same object every
-        time, by which the step knows what it has planned for."""
+        time, by which the step knows that queries and keys have one order."""
         return self.source, self.offsets, self.num_video_tiles
 
     @property

@@ -311,8 +311,8 @@ class SSTAProcessor:
         """The same, exactly; diffusers' backend gives the output alone."""
         if not isinstance(q, Sent):
             return self._densely(q, k, v, layout, text_mask, kv_layout=kv_layout)
-        spec = described(q, k, v, layout, EXACT, text_mask=text_mask, impl=self.context.impl, world=world_of(q, k, v, text_mask),
-                         share=q.shards)
+        spec = described(q, k, v, layout, EXACT, text_mask=text_mask, impl=self.context.impl,
+                         recorded=world_of(q, k, v, text_mask).recorded, share=q.shards)
         exchange = q.shards.exchanged(q, k, v, spec, text_mask, self._exchange.note)
         result, name = self._densely(*exchange.ready(), layout, text_mask, exchange.spec.rows)
         if isinstance(result, Tensor):

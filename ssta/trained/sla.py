@@ -26,7 +26,7 @@ from ..checks import LARGEST, require_choice, require_share
 from ..inputs import check_tensors
 from ..kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
 from ..kernels.checks import DTYPES, autocast_inputs, check_tensor, require_bool, require_int, resolve_scale, without_autocast
-from ..result import Found, LayerResult
+from ..result import LayerResult
 from ..scoring import block_means
 from ..selection import Selection
 from ..sequence import DenseRun, TokenLayout
@@ -109,7 +109,7 @@ def sla_layer(
     if weight is not None:
         with without_autocast(q.device.type):
             out = out + _linear(q, k, v, weight, bias, FEATURE_MAPS[feature_map])
-    return LayerResult(out, route, (), lambda held: Found(selection))
+    return LayerResult(out, route, selection)
 
 
 def check_density(density: float) -> float:

@@ -4,8 +4,7 @@ import pytest
 import torch
 from cases import INTERPRETED, inputs
 
-from ssta.kernels import BlockLists, attention, block_sparse_attention, take_tokens
-from ssta.kernels.op import route_of, run_forward
+from ssta.kernels import BlockLists, block_sparse_attention, take_tokens
 from ssta.kernels.reference import reference_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -136,28 +135,6 @@ def test_operator_registration():
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 40, 48, 16, dtype=torch.float32))
     blocks = BlockLists.from_mask(torch.rand(2, 3, 3) < 0.6, 16, 16)
     torch.library.opcheck(attention_operator, (q, k, v, *blocks.to_fields(), 0.25, False, True, "torch"))
-
-
-@pytest.mark.parametrize("impl", ["triton", pytest.param("hopper", marks=pytest.mark.gpu)])
-def test_calls_of_a_kind_follow_one_plan(impl):
-    """Other values, lists, scales and addresses, and ragged blocks, for which there is none: the same bits as by the kernels themselves."""
-    q, k, v = (x.half().to(DEVICE) for x in inputs(1, 2, 1, 150, 192, 64))
-    lists = BlockLists.from_mask(torch.rand(2, 3, 3, device=DEVICE) < 0.6, 64, 64)
-    other = BlockLists.from_mask(torch.rand(2, 3, 3, device=DEVICE) < 0.6, 64, 64)
-    apart = BlockLists(lists.counts, lists.indices.mT.contiguous().mT, 64, 64, num_kv_blocks=3)
-    bounds = [torch.tensor([0, 65, 100, n], dtype=torch.int32, device=DEVICE) for n in (150, 192)]
-    ragged = BlockLists(lists.counts, lists.indices, *bounds)
-    odd = torch.empty(q.numel() + 1, dtype=q.dtype, device=DEVICE)[1:].view_as(q).copy_(q)
-    route = route_of(impl, q, k, lists, False, True)
-    calls = [(q, lists, None), (q + 1, other, None), (q, lists, 0.3), (odd, lists, None), (q, apart, None), (q, ragged, None)]
-    for x, of, scale in calls:
-        found = block_sparse_attention(x, k, v, of, scale=scale, return_lse=True, impl=impl)
-        wanted = run_forward(route, x, k, v, of, scale or 0.125, False)
-        assert all(map(torch.equal, found, wanted)) and found[0].stride() == wanted[0].stride()
-    planned = [of.plans for of in attention._known.values() if of.route == route]
-    results = {None if plan is None else len(plan.results) for plans in planned for plan in plans.values()}
-    # Ragged blocks may have another route.
-    assert 2 in results and results <= {None, 2}
 
 
 @pytest.mark.gpu

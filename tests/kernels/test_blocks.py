@@ -1,7 +1,5 @@
 """BlockLists: every conversion there and back, the transpose, and what the constructor refuses."""
 
-import copy
-import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -350,14 +348,3 @@ def test_axes_that_share_their_offsets_share_their_bounds():
         cut = blocks.relisted(blocks.counts, blocks.indices, lengths, *known)
         assert all(a is b for a, b in zip(cut.q_bounds(8), cut.kv_bounds(8)))
         assert [x.tolist() for x in cut.q_bounds(8)] == [[[[0, 3]]], [[[3, 1]]]]
-
-
-def test_facts_are_those_of_the_lists_at_hand():
-    blocks = BlockLists.from_mask(torch.ones(2, 3, dtype=torch.bool), 4, 4)
-    alike, other = (BlockLists.from_mask(torch.zeros(2, 3, dtype=torch.bool), size, 4) for size in (4, 5))
-    assert blocks.facts == alike.facts != other.facts
-    assert copy.copy(blocks).facts == pickle.loads(pickle.dumps(blocks)).facts == blocks.facts
-    shorter = blocks.relisted(blocks.counts, blocks.indices[..., :2])
-    assert shorter.facts != blocks.facts and shorter.facts == blocks.relisted(blocks.counts, blocks.indices[..., :2]).facts
-    known = blocks.facts
-    assert blocks.covering(12).facts != known

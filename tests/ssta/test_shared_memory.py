@@ -15,7 +15,6 @@ from ssta import (
     VideoGrid,
     dense_attention,
     explain,
-    prepare,
     sparse_linear_attention,
     ssta_3d_attention,
     ssta_attention,
@@ -113,12 +112,6 @@ def tiles(device):
     return found, [x, layout]
 
 
-def held_layer(device):
-    x = qkv(device)
-    layer = prepare(LAYOUT, CONFIGS["estimated"], like=x[0])
-    return [layer(*x)], [x, layer.tiles]
-
-
 def mask_of_a_window(device):
     found = create_sta_3d_mask((4, 4, 4), (2, 2, 2), (1, 3, 1))
     return [found], []
@@ -154,7 +147,7 @@ CALLS = {
     **{f"lists, {name}, {masked}": lambda device, config=config, masked=masked: lists_of_a_layer(device, config, masked)
        for name, config in CONFIGS.items() for masked in (False, True)},
     **{f"gradients, {name}": lambda device, config=CONFIGS[name]: gradients(device, config) for name in ("topk", "estimated")},
-    **{call.__name__: call for call in (published_call, dense, report, tiles, held_layer, mask_of_a_window, video_sparse, sparse_linear,
+    **{call.__name__: call for call in (published_call, dense, report, tiles, mask_of_a_window, video_sparse, sparse_linear,
                                         merged, tokens_in_their_order, projections_that_are_ready)},
 }
 

@@ -18,7 +18,6 @@ from ssta import (
     VideoGrid,
     dense_attention,
     explain,
-    prepare,
     sparse_linear_attention,
     ssta_3d_attention,
     ssta_attention,
@@ -202,7 +201,6 @@ def test_other_dtypes_are_refused_by_the_names_of_those_that_are_taken(call):
 CALLS = {
     "ssta_3d_attention": lambda x, impl: ssta_3d_attention(x, x, x, (2, 3, 4), tile_thw=(2, 2, 2), impl=impl),
     "ssta_attention": lambda x, impl: ssta_attention(x, x, x, TokenLayout.video_text((2, 3, 4)), CONFIG, impl=impl),
-    "prepare": lambda x, impl: prepare(TokenLayout.video_text((2, 3, 4)), CONFIG, like=x, impl=impl),
     "dense_attention": lambda x, impl: dense_attention(x, x, x, TokenLayout.video_text((2, 3, 4)), impl=impl),
     "explain": lambda x, impl: explain(x, x, (2, 3, 4), CONFIG, impl=impl),
     "TileCache": lambda x, impl: TileCache(CONFIG, window=2, impl=impl),

@@ -12,7 +12,6 @@ cases. The usual ones are one for each way through a kernel and kind of GPU, wit
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 import tempfile
@@ -138,11 +137,8 @@ def hold(dim: int, dtype: torch.dtype, hopper: bool = False) -> None:
     """What a cache holds of blocks, and the estimate of it."""
     from ssta.kernels import BlockLists
     from ssta.kernels.backend import choose
-    from ssta.kernels.portable import held, tail, tail_combine
     from ssta.kernels.routing import Where
 
-    for plans in (held._write, held._ring, tail._keys, tail._estimates_of, tail_combine._merged):
-        plans.kinds.clear()
     lists = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), 128, 128)
     q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
     blocks, lse = (torch.arange(0, 512, 128, dtype=torch.int32), 3, 128), torch.zeros(1, 2, 384)
@@ -314,8 +310,6 @@ COMPILER = Compiler()
 
 def compiled_well(cases: list[tuple[str, Case, Card]], everything: bool) -> bool:
     """Compiles the cases, which have a label and a card, prints a line of each kernel, and says whether nothing is wrong with any."""
-    from ssta.kernels.lowering.plans import Plans
-
     fine = True
     for label, case, card in cases:
         pretended = card if case.processors is None else card._replace(multiprocessors=case.processors)
@@ -323,9 +317,6 @@ def compiled_well(cases: list[tuple[str, Case, Card]], everything: bool) -> bool
         pretended = pretended._replace(shared_memory=(pretended.shared_memory + 1024) // case.programs - 1024)
         assembled = case.assembled and (everything or case.asked is None or card.architecture in case.asked)
         looped = case.allowed.first is not None or case.allowed.reloads is not None
-        # Each card has plans of its own.
-        for plans in [x for x in gc.get_referrers(Plans) if isinstance(x, Plans)]:
-            plans.kinds.clear()
         for kernel in COMPILER.compile(case.call, pretended, case.kernels, assembled, looped):
             wrong = [kernel] if isinstance(kernel, str) else problems(kernel, case.allowed)
             print(f"{label}: {kernel}" if isinstance(kernel, str) else line(label, kernel, wrong), flush=True)

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ....kernels.device import device_limits
+from ....kernels.launch import FUSED
 from ....kernels.lowering.arguments import view
 from ....kernels.lowering.primitives import LOG2E, finite_or_zero, gather_rows, load_rows, store_rows
-from ....kernels.lowering.quick_launch import FUSED
 from ....kernels.portable.backward import DELTA_ROWS, delta_kernel
 from ..lists import KeyLists, TokenLists
 from .config import token_config, token_dkv_config

@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ....kernels import BlockLists, Route
+from ....kernels.launch import FUSED
 from ....kernels.lowering.chunks import q_partition
 from ....kernels.lowering.inputs import strided
 from ....kernels.lowering.outputs import empty_outputs
-from ....kernels.lowering.quick_launch import FUSED
 from .config import COMPACTED_BYTES
 
 # List entries read at once by one program.

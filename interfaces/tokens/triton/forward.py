@@ -14,9 +14,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....kernels.device import device_limits, multiprocessors
+from ....kernels.launch import FUSED
 from ....kernels.lowering.inputs import tma_ok
 from ....kernels.lowering.primitives import LOG2E, finish_softmax, gather_rows, load_rows, merged_lse, part_weights, softmax_step
-from ....kernels.lowering.quick_launch import FUSED
 from ..lists import PaddedCache, TokenLists
 from .config import token_config, token_splits
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....kernels.lowering.quick_launch import FUSED
+from ....kernels.launch import FUSED
 from ....kernels.operators import operator
 
 # Mask entries read at once by one program.

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....kernels.launch import FUSED
 from ....kernels.lowering.primitives import LN2, LOG2E, load_rows, softmax_step
-from ....kernels.lowering.quick_launch import FUSED
 from ....kernels.operators import operator
 
 # Importance is computed in tiles of so many rows, which are the query heads of some tokens, times so many keys at once.
