@@ -1,4 +1,4 @@
-"""bits.py and soak.py see planted faults, and say what they left out."""
+"""bits.py and soak.py see planted faults, and say which calls they left out."""
 
 import json
 import shutil
@@ -61,7 +61,7 @@ def test_every_bit_counts_in_a_digest():
 
 @pytest.mark.slow
 def test_planted_faults_are_listed(tmp_path, capsys):
-    """Those and no others: kinds that they do not reach have equal bits. What one side does not have is left out."""
+    """Those and no others: kinds that they do not reach have equal bits. A name that one side lacks leaves calls out."""
     new = planted(tmp_path / "new", SCALED, LONGER, HANDED_OUT, GONE)
     kinds = ["attention", "two parts", "dense", "kernel", "prepared", "sla"]
     assert bits.main([str(ROOT), str(new), "--calls", "70", "--device", "cpu", "--processes", "2", "--only", *kinds]) == 1
@@ -74,7 +74,7 @@ def test_planted_faults_are_listed(tmp_path, capsys):
     assert "LEFT OUT: 2 calls: prepared: NEW has no ssta.prepare" in said
     assert "NEW wrote to results after it had returned them: out" in said
     assert "DIFFERS: attention " in said and ": selection: " in said and "DIFFERS: kernel " in said
-    # What was scaled by a thousandth is farther from float64 by that much.
+    # A result that is scaled by a thousandth is farther from float64 by as much.
     line = next(line for line in said.splitlines() if line.startswith("DIFFERS: kernel ") and ": out: " in line)
     old, new = (float(part) for part in line.split("mean ")[1].split(",")[0].split(" -> "))
     assert old < 1e-5 < 1e-4 < new < 2e-3
@@ -122,12 +122,12 @@ def test_nothing_compared_is_no_success():
 def test_soak_sees_what_only_later_calls_do(monkeypatch):
     """Each call is right by itself."""
     todo = [spec for number in range(8) if not (spec := spec_of("dense", 0, number, "cpu"))["grad"]][:3]
-    right, kept = ssta.dense_attention, {}
+    right, memory = ssta.dense_attention, {}
 
     def handed_out(*args, **options):
-        found = right(*args, **options)
-        found.out = kept.setdefault(found.out.shape, found.out).copy_(found.out)
-        return found
+        result = right(*args, **options)
+        result.out = memory.setdefault(result.out.shape, result.out).copy_(result.out)
+        return result
 
     def turned():
         process = soak.Soak(todo, "cpu", 0)
@@ -166,6 +166,6 @@ def test_a_soak_that_fails_says_the_spec_and_goes_on():
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not KINDS[kind].gpu and KINDS[kind].ranks == 1])
 def test_calls_give_numbers_and_float64_of_the_same_names(kind):
     spec = next(spec for number in range(20) if (spec := spec_of(kind, 1, number, "cpu"))["dtype"] == "float32")
-    (found, sums), (exact, _) = (run(Call(spec, "cpu", wide=wide)) for wide in (False, True))
-    assert found.keys() == exact.keys() and all(not x.isnan().any() for x in found.values())
-    assert texts(found, sums) == texts(found, digests(found)) and exact[next(iter(exact))].dtype == torch.float64
+    (named, sums), (exact, _) = (run(Call(spec, "cpu", wide=wide)) for wide in (False, True))
+    assert named.keys() == exact.keys() and all(not x.isnan().any() for x in named.values())
+    assert texts(named, sums) == texts(named, digests(named)) and exact[next(iter(exact))].dtype == torch.float64
