@@ -172,7 +172,8 @@ class Call:
             sizes = spec[f"{axis}_blocks"]
             places.append(torch.tensor([0, *sizes]).cumsum(0).int().to(self.device) if spec["ragged"] else spec[f"{axis}_block"])
             if spec["ragged"]:
-                fields[f"max_{axis}_length"] = max(sizes)
+                # The bound decides about the kernel, which a length must not do.
+                fields[f"max_{axis}_length"] = spec[f"{axis}_block"]
             if spec[f"{axis}_lengths"]:
                 fields[f"{axis}_lengths"] = torch.tensor(spec[f"{axis}_lengths"], dtype=torch.int32, device=self.device)
         if spec["merged"]:

@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import torch  # noqa: E402
-from random_calls import Call, Named, digests, run, texts  # noqa: E402
+from random_calls import Call, Named, digests, names, run, texts  # noqa: E402
 from random_specs import KINDS, Spec, specs  # noqa: E402
 
 # Results that are held while later calls run, graphs that a process keeps, and lines that it prints at most.
@@ -208,7 +208,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=alone, metavar="KIND", help="; ".join(alone))
     options = parser.parse_args(argv)
     kinds = [kind for kind in options.only or alone if options.device == "cuda" or not KINDS[kind].gpu]
-    todo = specs(options.seed, options.calls, options.device, kinds)
+    drawn, have = specs(options.seed, options.calls, options.device, kinds), set(names())
+    todo = [spec for spec in drawn if have.issuperset(spec["needs"])]
+    if len(todo) < len(drawn):
+        missing = sorted({name for spec in drawn for name in spec["needs"]} - have)
+        print(f"LEFT OUT: {len(drawn) - len(todo)} specs that need {', '.join(missing)}")
     random.Random(options.seed).shuffle(todo)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
