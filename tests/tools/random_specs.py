@@ -1,8 +1,8 @@
 """Random calls of this library as plain data, for two checkouts in bits.py and many processes in soak.py.
 
 A spec is a dict of numbers, texts and lists, the same in every process for the same seed; ``random_calls`` runs it. Kernels compile for
-each kind of shape. Shapes therefore come from a small pool, and float16 and Triton's kernels with one head_dim each. Lengths of text, masks,
-densities, strides and inputs are drawn anew every time.
+each kind of shape. Shapes therefore come from a small pool, and float16 and Triton's kernels with one head_dim each. Lengths of text,
+masks, densities, strides and inputs are drawn anew every time.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def _tensors(draw: random.Random, sizes: Sizes) -> Spec:
     elif dtype == "float16":
         dim = sizes.dims[-1]
     return dict(batch=_one(draw, {1: 3, 2: 1}), heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, impl=impl,
-                strides=_one(draw, dict(zip(STRIDES, (3, 4, 1, 1, 0.3)))), inputs=_one(draw, {"randn": 6, "long": 1, "outlier": 1, "means": 2}), scale=_one(draw, {None: 5, 0.2: 1}),
+                strides=_one(draw, dict(zip(STRIDES, (3, 4, 1, 1, 0.3)))),
+                inputs=_one(draw, {"randn": 6, "long": 1, "outlier": 1, "means": 2}), scale=_one(draw, {None: 5, 0.2: 1}),
                 grad=draw.random() < 0.4, calls=_one(draw, {1: 5, 2: 3, 4: 1}), same_memory=draw.random() < 0.4, needs=[])
 
 

@@ -64,20 +64,20 @@ def test_planted_faults_are_listed(tmp_path, capsys):
     """Those and no others: kinds that they do not reach have equal bits. A name that one side lacks leaves calls out."""
     new = planted(tmp_path / "new", SCALED, LONGER, HANDED_OUT, GONE)
     kinds = ["attention", "two parts", "dense", "kernel", "prepared", "sla"]
-    assert bits.main([str(ROOT), str(new), "--calls", "70", "--device", "cpu", "--processes", "2", "--only", *kinds]) == 1
+    assert bits.main([str(ROOT), str(new), "--calls", "120", "--device", "cpu", "--processes", "2", "--only", *kinds]) == 1
     said = capsys.readouterr().out
     table = {line[:18].strip(): line[18:].split() for line in said.splitlines()}
     calls, equal, other, tiles, refused = map(int, table["attention"])
     assert 0 < tiles <= other < calls and refused == 0
     assert 0 < int(table["kernel"][2]) < int(table["kernel"][0]) and table["kernel"][3] == "0"
     assert table["sla"][0] == table["sla"][1] and "prepared" not in table
-    assert "LEFT OUT: 2 calls: prepared: NEW has no ssta.prepare" in said
+    assert "LEFT OUT: 3 calls: prepared: NEW has no ssta.prepare" in said
     assert "NEW wrote to results after it had returned them: out" in said
     assert "DIFFERS: attention " in said and ": selection: " in said and "DIFFERS: kernel " in said
     # A result that is scaled by a thousandth is farther from float64 by as much.
-    line = next(line for line in said.splitlines() if line.startswith("DIFFERS: kernel ") and ": out: " in line)
-    old, new = (float(part) for part in line.split("mean ")[1].split(",")[0].split(" -> "))
-    assert old < 1e-5 < 1e-4 < new < 2e-3
+    lines = [line for line in said.splitlines() if line.startswith("DIFFERS: kernel ") and ": out: " in line]
+    means = [[float(mean) for mean in line.split("mean ")[1].split(",")[0].split(" -> ")] for line in lines]
+    assert any(old < 1e-5 < 1e-4 < new < 2e-3 for old, new in means)
 
 
 @pytest.mark.slow
