@@ -223,7 +223,7 @@ def _kernel(draw: random.Random, sizes: Sizes, canvases: list) -> Spec:
         q_lengths=[draw.randint(0, n) for n in q_blocks] if lengths else None,
         kv_lengths=[draw.randint(0, n) if draw.random() < 0.5 else n for n in kv_blocks] if lengths else None,
         density=draw.choice([0.15, 0.4, 0.7, 1.0]), list_batch=draw.choice([1, spec["batch"]]),
-        list_heads=draw.choice([1, spec["kv_heads"], spec["heads"]]), causal=draw.random() < 0.15, lse=draw.random() < 0.5,
+        list_heads=draw.choice([1, spec["kv_heads"], spec["heads"]]), causal=draw.random() < 0.25, lse=draw.random() < 0.5,
         merged=draw.random() < 0.1, empty_rows=draw.random() < 0.3, outside=draw.random() < 0.05,
         needs=["kernels.block_sparse_attention", "kernels.BlockLists", "kernels.merge_attention"])
 

@@ -77,7 +77,7 @@ def test_planted_faults_are_listed(tmp_path, capsys):
     # A result that is scaled by a thousandth is farther from float64 by as much.
     lines = [line for line in said.splitlines() if line.startswith("DIFFERS: kernel ") and ": out: " in line]
     means = [[float(mean) for mean in line.split("mean ")[1].split(",")[0].split(" -> ")] for line in lines]
-    assert any(old < 1e-5 < 1e-4 < new < 2e-3 for old, new in means)
+    assert any(old < 1e-5 < new < 2e-3 for old, new in means)
 
 
 @pytest.mark.slow
