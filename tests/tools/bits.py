@@ -83,7 +83,8 @@ class Side:
         self.name = name
         self._log = folder / f"{name} {ranks} {id(self)}.log"
         environment = os.environ | dict(PYTHONPATH=os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")])),
-                                        OMP_NUM_THREADS="1", MEET=str(folder / f"meet {id(self)}"), WORLD_SIZE=str(ranks))
+                                        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", MEET=str(folder / f"meet {id(self)}"),
+                                        WORLD_SIZE=str(ranks))
         with self._log.open("w") as log:
             self._processes = [subprocess.Popen(
                 [sys.executable, str(HERE / "bits_side.py"), device], env=environment | dict(RANK=str(rank)), stderr=log, text=True,
