@@ -106,7 +106,7 @@ def measured(section: str, build: Callable[[], Rows], rounds: int) -> dict[str, 
         measure.before_round()
         wrong = set(json.loads((RESULTS / "wrong.json").read_text())) if (RESULTS / "wrong.json").is_file() else set()
         for name, row in timed.items():
-            if name in wrong or results[name]["note"]:
+            if file_name(name) in wrong or results[name]["note"]:
                 continue
             try:
                 with torch.set_grad_enabled(row.keep):

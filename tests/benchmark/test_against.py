@@ -1,6 +1,7 @@
 """Another checkout beside this one: which library is imported, who works when, and what is compared."""
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -202,8 +203,12 @@ def test_a_planted_slowdown_and_a_planted_fault_in_a_layer(tmp_path):
         "    if config.compensation_parts == 1 and scale is None:\n        scale = 0.1 if config.compensation == 'linear' else None\n"
         "    attend(query, key, value, layout, config, text_mask=text_mask)\n")))
     rows = tmp_path / "rows.csv"
-    assert against.main([str(ROOT), str(new), "--only", "layer", "--rounds", "2", "--csv", str(rows)]) == 1
+    assert against.main([str(ROOT), str(new), "--only", "layer", "--rounds", "2", "--csv", str(rows),
+                         "--json", str(tmp_path / "rows.json")]) == 1
     marked = {row["row"].split(", ", 1)[1]: row for row in read_rows(rows)}
     assert marked["one part"]["mark"] == marked["one part, backward"]["mark"] == "RESULTS DIFFER"
     assert marked["default"]["mark"] == marked["none"]["mark"] == "SLOWER" and float(marked["default"]["ratio"]) > 1.4
+    sides = json.loads((tmp_path / "rows.json").read_text())
+    timed = {what: [len(sides[side][f"layer small, {what}"]["values"]) for side in ("old", "new")] for what in ("one part", "none")}
+    assert timed == {"one part": [0, 0], "none": [2, 2]}
     assert marked["default"]["apart"] == "0.0"

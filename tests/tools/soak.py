@@ -68,8 +68,9 @@ class Soak:
 
     def first_pass(self) -> None:
         # Each process begins elsewhere, so that they compile other kernels.
-        for index in range(len(self.calls)):
-            call = self.calls[index := (index + 17 * self._number) % len(self.calls)]
+        order = [(index + 17 * self._number) % len(self.calls) for index in range(len(self.calls))]
+        for index in order:
+            call = self.calls[index]
             try:
                 self.first[index] = texts(*run(call))
             except (TypeError, ValueError, NotImplementedError) as error:
