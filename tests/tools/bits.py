@@ -42,7 +42,7 @@ from sides import checkout, package  # noqa: E402
 CHUNK = 12
 SHOWN, SHOWN_CALLS, SHOWN_TENSORS = 20, 5, 3
 # How much farther from float64 than OLD's the estimates of NEW may be, in the mean of all and at the worst.
-FARTHER_MEAN, FARTHER_WORST = 1.01, 1.05
+FARTHER_MEAN, FARTHER_WORST, ROUNDED = 1.01, 1.05, 1e-11
 
 
 @dataclass
@@ -237,7 +237,8 @@ def estimates(report: Report, kinds: Sequence[str], say: Any) -> bool:
     for kind in kinds:
         groups: dict[str, list[dict]] = defaultdict(list)
         for _, _, tensor, how in (row for row in report.differences if row[0] == kind and KINDS[kind].estimated):
-            groups[tensor.split(" (")[0].split(" on ")[0].split(" of ")[0]].append(how)
+            name = tensor.split(" (")[0].split(" on ")[0].split(" of ")[0]
+            groups[f"{name} in {how['dtype']}" if "dtype" in how else name].append(how)
         for tensor, hows in groups.items():
             if any("other" in how for how in hows):
                 say(f"DIFFERS: {kind}: {tensor}: {said(next(how for how in hows if 'other' in how))}")
@@ -249,7 +250,8 @@ def estimates(report: Report, kinds: Sequence[str], say: Any) -> bool:
                 means = [sum(how[f"{side}_mean"] for how in far) / len(far) for side in ("old", "new")]
                 worst = [max(how[f"{side}_worst"] for how in far) for side in ("old", "new")]
                 line += (f"; to float64 in {len(far)}: mean {means[0]:.4g} -> {means[1]:.4g}, worst {worst[0]:.4g} -> {worst[1]:.4g}")
-                if means[1] > FARTHER_MEAN * means[0] or worst[1] > FARTHER_WORST * worst[0]:
+                # Both may be float64 themselves, and round.
+                if means[1] > max(FARTHER_MEAN * means[0], ROUNDED) or worst[1] > max(FARTHER_WORST * worst[0], ROUNDED):
                     line, farther = f"FARTHER: {line}", True
             say(line)
     return farther

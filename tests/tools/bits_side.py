@@ -118,7 +118,7 @@ def reference(spec: dict, device: str) -> tuple[Named, Tensor | None]:
 def apart(name: str, old: Named, new: Named, exact: Named, tiles: Tensor | None) -> dict:
     """How one tensor differs.
 
-    values, of: how many are other bits, of how many; apart: the largest difference; relative: over the root of the mean square of old.
+    values, of: how many are other bits, of how many. apart: the largest difference; relative: over the root of old's mean square.
     old_mean, old_worst, new_mean, new_worst: distances to float64 over the root of its mean square, of the rows for which all three
     selected the same tiles; absent where there is no such row, or no float64.
     """
@@ -129,7 +129,8 @@ def apart(name: str, old: Named, new: Named, exact: Named, tiles: Tensor | None)
     gap = distance(x, y)
     size = float(x[x.isfinite()].square().mean().sqrt()) if bool(x.isfinite().any()) else 0.0
     most = float(gap.max())
-    result: dict = dict(values=int((gap > 0).sum()) or 1, of=a.numel(), apart=most, relative=most / max(size, 1e-30))
+    result: dict = dict(dtype=str(a.dtype).split(".")[1], values=int((gap > 0).sum()) or 1, of=a.numel(), apart=most,
+                        relative=most / max(size, 1e-30))
     if not a.is_floating_point() or name not in exact:
         return result
     truth = exact[name].to(a.device)

@@ -107,7 +107,7 @@ def report_of(*differences, kind="two parts"):
 
 
 def rounded(mean, worst):
-    return dict(values=3, of=9, apart=1e-3, relative=1e-3, old_mean=1e-3, old_worst=1e-2, new_mean=mean, new_worst=worst)
+    return dict(dtype="float32", values=3, of=9, apart=1e-3, relative=1e-3, old_mean=1e-3, old_worst=1e-2, new_mean=mean, new_worst=worst)
 
 
 @pytest.mark.parametrize("mean, worst, status", [(1e-3, 1e-2, 0), (0.9e-3, 1e-2, 0), (1.03e-3, 1e-2, 1), (1e-3, 1.1e-2, 1)])
