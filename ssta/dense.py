@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
-
 from torch import Tensor
 
 from .attention import attend
 from .config import SSTAConfig
 from .inputs import check_query
-from .result import Found, LayerResult
+from .result import LayerResult
 from .selection import Selection
 from .sequence import DenseRun, TokenLayout, require_layout
 from .text import TextMask
@@ -54,11 +50,6 @@ def dense_attention(
     else:
         text_mask = None
     result = attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl, rows=rows)
-    result.find = partial(_found_apart, result.find)
+    # Later calls read the same lists; the caller may write to his copy.
+    result.selection = Selection(result.selection.blocks.clone(), result.selection.useful)
     return result
-
-
-def _found_apart(find: Callable[[Sequence[Any]], Found], held: Sequence[Any]) -> Found:
-    """What was found, its lists in memory of their own: those of all blocks are the same tensors in every call."""
-    found = find(held)
-    return found._replace(selection=Selection(found.selection.blocks.clone(), found.selection.useful))
