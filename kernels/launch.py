@@ -1,4 +1,4 @@
-"""The only launcher: Triton's own ``kernel[grid](...)`` once for a kind of arguments, and from then on the compiled kernel that it gave.
+"""The only launcher: Triton's own ``kernel[grid](...)`` once for a kind of arguments, then the compiled kernel that it gave.
 
 Triton looks at every argument at every launch, which takes the host longer than the launch itself. The compiled kernel's own call is public,
 takes the same arguments and looks at none. It calls launch hooks as Triton does.
