@@ -1,7 +1,7 @@
-"""The only launcher: Triton's own ``kernel[grid](...)`` once for a kind of arguments, after that what Triton has compiled for it.
+"""The only launcher: Triton's own ``kernel[grid](...)`` once for a kind of arguments, then the compiled kernel that it gave.
 
-Triton looks at every argument at every launch, which takes the host longer than the launch itself. The compiled kernel's own call, which
-is public, takes the same arguments and looks at none; it calls launch hooks as Triton does.
+Triton looks at every argument at every launch, which takes the host longer than the launch itself. The compiled kernel's own call is public,
+takes the same arguments and looks at none. It calls launch hooks as Triton does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Any], numb
 
     Args:
         tensors: also None, and NamedTuples of tensors, None and numbers.
-        constants: all that the kernel has, behind its other arguments.
+        constants: every constant of the kernel, which come after its other arguments.
         options: num_warps and the like.
         descriptors: TMA's, or None.
     """
@@ -46,8 +46,8 @@ def launch(kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Any], numb
 
 
 def _kind(x: Any) -> Hashable:
-    """All that Triton compiles for of an argument: dtype, device and alignment of tensors, dtype and tiles of descriptors, and numbers
-    themselves, of which it looks at size and divisors."""
+    """The part of an argument that Triton compiles for: dtype, device and alignment of a tensor, dtype and tiles of a descriptor. A number
+    stands for itself, because Triton looks at its size and divisors."""
     if isinstance(x, Tensor):
         return x.dtype, x.get_device(), x.data_ptr() % 16
     if isinstance(x, tuple):

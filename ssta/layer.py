@@ -1,4 +1,4 @@
-"""Layer: what a LayerSpec comes to on a device, prepared once; its steps, one after the other, and their backward."""
+"""Layer: what a LayerSpec comes to on a device, made once; its steps, one after the other, and their backward."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Tiled(NamedTuple):
 
 
 class Layer:
-    """A layer of attention, ready to run. Made by ``prepare``, or by calls of ``ssta_attention``, which keep the 64 used last.
+    """A layer of attention, ready to run. Made by calls of ``ssta_attention``, which keep the 64 used last.
 
     ``run`` and ``backward`` are for plain tensors that nobody watches, on the current device, without autocast; ``op.attend`` sees to that.
 

@@ -1,4 +1,4 @@
-"""LayerResult: what one run of a layer gives; all but the result itself is worked out when somebody asks."""
+"""LayerResult: what one run of a layer gives."""
 
 from __future__ import annotations
 

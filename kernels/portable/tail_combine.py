@@ -71,7 +71,8 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
             del matrix
 
     for own, shared in head_groups(batch, kv_heads, group, batch * kv_heads if keep else many):
-        merge_heads(own, shared, saved if keep else _new_pairs(*q[own].shape[:3], blocks, units, q.device))
+        some = q[own]
+        merge_heads(own, shared, saved if keep else _new_pairs(some.shape[0], some.shape[1], tokens, blocks, units, q.device))
     if merged is not out:
         out.copy_(merged)
     return shares, *saved
@@ -96,10 +97,10 @@ def _mixed(k: Tensor, v: Tensor, offsets: Tensor, estimates: BlockEstimates, mix
            ) -> Tensor:
     """The blocks' matrices ``[B, H, N, D * D]`` of some heads, by ``matrices``. Covariances that are not known are found first."""
     matrix = torch.empty(*mixture.shape[:3], k.shape[3]**2, dtype=torch.bfloat16, device=k.device)
-    if estimates.scales is not None:
-        coded.mixtures(mixture, estimates.covariances, estimates.scales, matrix)
-        return matrix
     covariances = estimates.covariances
+    if covariances is not None and estimates.scales is not None:
+        coded.mixtures(mixture, covariances, estimates.scales, matrix)
+        return matrix
     if covariances is None:
         covariances = torch.empty(*estimates.k_mean.shape[:3], k.shape[3]**2, dtype=torch.bfloat16, device=k.device)
         tail_statistics.covariances(k, v, offsets, estimates.k_mean, estimates.v_mean, estimates.log_count, estimates.order,

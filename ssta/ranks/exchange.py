@@ -300,8 +300,9 @@ class Collective:
             return
         self._received = _empty(send, sum(comes)) if into is None else into.view(-1)
         # The library has a faster way for equal sizes.
-        sizes = (None, None) if len({*comes}) == len({*goes}) == 1 else (comes, goes)
-        self._wait = dist.all_to_all_single(self._received, send, *sizes, group=group, async_op=True).wait
+        even = len({*comes}) == len({*goes}) == 1
+        self._wait = dist.all_to_all_single(self._received, send, None if even else comes, None if even else goes, group=group,
+                                            async_op=True).wait
         self._sent = send
 
     def wait(self) -> Tensor:

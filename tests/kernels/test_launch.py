@@ -1,4 +1,4 @@
-"""The launcher: Triton launches once for a kind of arguments, after that what it has compiled for it, and no kind takes another's place."""
+"""The launcher: Triton launches once for a kind of arguments, then the compiled kernel does, and no kind takes another's place."""
 
 import inspect
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ class Pair(NamedTuple):
 
 
 class Recorder:
-    """In the place of a kernel: notes what it is launched with, and what is launched that it has compiled."""
+    """Stands for a kernel: notes its launches in ``calls``, and those of its compiled kernel in ``later``."""
 
     def __init__(self, compiles=True):
         self.compiled, self.calls, self.later = SimpleNamespace() if compiles else None, [], []
@@ -77,7 +77,7 @@ USUAL = dict(tensors=(FLOATS, Pair(FLOATS, 4)), numbers=(5, 0.5), constants=dict
     dict(options=dict(num_warps=8)), dict(options=None), dict(descriptors=(descriptor(TILES, 4),)),
     dict(descriptors=(descriptor(TILES.half(), 2),)), dict(descriptors=(None,))], ids=lambda other: next(iter(other)))
 def test_triton_looks_at_every_kind_once(other):
-    """Dtypes, alignment, what is not there, numbers, constants, options, tiles: each makes a kind of its own."""
+    """Dtypes, alignment, absent tensors, numbers, constants, options and tiles each make a kind of their own."""
     kernel = Recorder()
     for of in (USUAL, USUAL | other, USUAL, USUAL | other):
         launch.launch(kernel, GRID, **of)
@@ -169,7 +169,7 @@ def test_on_a_gpu_hooks_see_every_launch_on_its_own_stream():
 
 @pytest.mark.skipif(GPU, reason="there is a GPU, so Triton's interpreter is off")
 def test_every_launch_gives_all_arguments():
-    """Constants too, for what Triton has compiled is given them by place. ``make compile`` looks at Hopper's kernels."""
+    """Constants too, because a compiled kernel takes them by place. ``make compile`` looks at Hopper's kernels."""
     layout = TokenLayout.video_text((2, 4, 4), 3)
     q, k, v = (torch.randn(1, 2, layout.length, 16, dtype=torch.float16, requires_grad=True) for _ in range(3))
     config = SSTAConfig(tile_thw=(2, 2, 2), density=0.4, compensation="linear", compensation_parts=2)

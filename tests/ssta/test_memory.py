@@ -1,4 +1,4 @@
-"""What a layer holds at once: no more than when every tensor's place was planned, which is what Python's frees must keep."""
+"""A layer holds no more at once than with a planned place for every tensor, because Python frees in a written order."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from ssta import SSTAConfig, TokenLayout, ssta_attention
 # HunyuanVideo 1.5 at 720p.
 LAYOUT, HEADS = TokenLayout.video_text((31, 45, 80), 1985), 16
 ESTIMATED = dict(tile_thw=(4, 4, 8), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.15, compensation="linear")
-# Of q, k, v and the result, beside q, k and v: without gradients; with them; the backward, beside what the forward has left.
+# Multiples of q, k, v and the result, beside the inputs: a run without gradients, one with them, and a backward beside its tape.
 CASES = {
     "default": (SSTAConfig(**ESTIMATED, compensation_parts=2), 1.244, 1.652, 2.39),
     "one part": (SSTAConfig(**ESTIMATED), 1.206, 1.596, 2.39),
@@ -29,7 +29,7 @@ def test_memory_of_a_layer(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_memory_of_a_layer_on_a_gpu(name):
-    """Of bytes that were asked for, which do not depend on what the allocator rounds them to."""
+    """Counts the bytes that were asked for, before the allocator rounds them."""
     config, *wanted = CASES[name]
     q, k, v, dout = (torch.randn(1, LAYOUT.length, HEADS, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
     whole = 4 * q.numel() * q.element_size()

@@ -91,7 +91,7 @@ def test_all_ranks_send_queries_keys_and_values_alike(monkeypatch, more, exchang
     for rank in range(2):
         held, Still.sent = replace(shards(2, rank, layout), group=SimpleNamespace(group_name="ranks")), []
         of = held.exchange(*torch.zeros(3, 1, 2, held.local_length, 64), spec, lambda step: None)
-        of.around.enter(None, *of.take(), lambda step: None)
+        of.around.enter(*of.take(), lambda step: None)
         assert len(Still.sent) == exchanges
 
 

@@ -1,4 +1,4 @@
-"""What is launched while a test runs."""
+"""The launches of a test."""
 
 import sys
 from collections.abc import Iterator

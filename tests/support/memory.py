@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 from ssta import SSTAConfig, TokenLayout
 from ssta.inputs import described
 from ssta.kernels import backend, device, routing
-from ssta.kernels.hopper import forward_merge  # noqa: F401  what the emulator imports only for itself
+from ssta.kernels.hopper import forward_merge  # noqa: F401  the emulator would import a copy
 from ssta.kernels.launch import launch
 from ssta.kernels.lowering import dq_accum, dq_schedule, transposed  # noqa: F401
 from ssta.layer import Layer
 
 H200 = device.DeviceLimits(device.HOPPER_SHARED_MEMORY, True, "wgmma", 132)
-# Triton's steps, of which those of the estimate hold as much as Hopper's.
+# The estimate's steps are Triton's, which hold as much as Hopper's.
 WHERE = routing.Where("cuda", (8, 0), False, torch.bfloat16, 128)
 
 
@@ -37,7 +37,7 @@ class Hopper:
 
 
 class Counted(TorchDispatchMode):
-    """Bytes of all that is made while it is active, ``now`` and at most (``peak``)."""
+    """Counts the bytes of the tensors that are made while it is active: ``now``, and at most (``peak``)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ def nothing_runs() -> Iterator[None]:
 
 
 def layer_memory(layout: TokenLayout, config: SSTAConfig, heads: int, recorded: bool) -> tuple[float, float]:
-    """The most that a run of the layer holds beside its inputs, as a multiple of these and of its result, bfloat16 of 128 channels; and the
-    same of its backward, beside what the run has left (0 if not ``recorded``)."""
+    """The most that a run of the layer holds beside its inputs, as a multiple of q, k, v and the result, bfloat16 of 128 channels. And the
+    most that its backward holds beside the tape, which is 0 if not ``recorded``."""
     shape = 1, layout.length, heads, 128
     like = torch.empty(1, dtype=torch.bfloat16).expand(shape).transpose(1, 2)
     layer = Layer(described(like, like, like, layout, config, recorded=recorded, impl="torch"))
