@@ -135,7 +135,8 @@ def _mask(draw: random.Random, segments: list[list[int]], batch: int, chance: fl
 
 def _budget(draw: random.Random, tiles: int, estimated: bool) -> Spec:
     """Fields of a configuration that select tiles; none that its rule ignores, because such fields are refused."""
-    window, rule = draw.choice([[1, 1, 1], [3, 3, 3], [1, 3, 3]]), draw.choice(["block_attn", "ssta", *([] if estimated else ["ssta", "sta"])])
+    window = draw.choice([[1, 1, 1], [3, 3, 3], [1, 3, 3]])
+    rule = draw.choice(["block_attn", "ssta", *([] if estimated else ["ssta", "sta"])])
     config: Spec = dict(sparse_type=rule, **({} if rule == "block_attn" else dict(kernel_thw=window)))
     if rule == "sta":
         return config
