@@ -56,7 +56,7 @@ def _triton_tail_cannot(where: Where) -> str | None:
 
 
 def _hopper_tail_cannot(where: Where) -> str | None:
-    if where.capability != (9, 0):
+    if not where.capability == (9, 0):
         return "runs on compute capability 9.0 alone"
     if where.dtype != torch.bfloat16:
         return f"takes bfloat16, not {where.dtype}"

@@ -100,7 +100,7 @@ def backward_cannot(problem: Problem) -> str | None:
 
 def verdict(problem: Problem) -> str:
     """As ``Implementation`` takes it; where "auto" would not take it, the self-check is not run."""
-    suits = problem.where.capability != (9, 0) and installed(PACKAGE) in CHECKED
+    suits = not problem.where.capability == (9, 0) and installed(PACKAGE) in CHECKED
     return f"{PACKAGE} {installed(PACKAGE)}, {_verdict(problem).said if suits else 'without a self-check'}"
 
 

@@ -93,8 +93,8 @@ class Problem(NamedTuple):
 
 def _hopper_cannot(problem: Problem) -> str | None:
     where = problem.where
-    # The device first: who has another one need not hear of dtypes.
-    if where.capability != (9, 0):
+    # The device first: who has another one need not hear of dtypes. By ==, because Dynamo of torch 2.11 does not trace != of these.
+    if not where.capability == (9, 0):
         return f"requires a Hopper GPU (sm_90), got {where.device}"
     if where.dtype not in KERNEL_DTYPES or where.head_dim not in (64, 128):
         return f"requires float16 or bfloat16 and a head_dim of 64 or 128, got {where.dtype} and {where.head_dim}"
