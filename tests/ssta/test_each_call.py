@@ -79,8 +79,10 @@ def test_layers(place, impl, dim, kind, gradients):
     *on_gpu(*((impl, dim, gradients) for impl in IMPLEMENTATIONS for dim, gradients in zip(DIMS, GRADIENTS))),
     *on_cpu(("torch", 32, "without gradients"))])
 def test_caches(place, impl, dim, gradients):
-    """A quarter of the tiles of window and chunk is selected, and its number is a whole one from the first chunk on. Kernels keep covariances
-    in two bits, the reference keeps them whole: that counts as one more rounding. With gradients a cache waits for the device."""
+    """A quarter of the tiles of window and chunk is selected, and its number is a whole one from the first chunk on.
+
+    Kernels keep covariances in two bits, the reference keeps them whole: that counts as one more rounding. With gradients a cache waits.
+    """
     thw, tile, frames = place["chunk"], place["chunk_tile"], place["chunk"][0]
     blocks = canvas_blocks(thw, tile)
     tiles = int(blocks.max()) + 1
