@@ -69,7 +69,7 @@ class WrapperPlan:
     o_dtype: torch.dtype
     options: Options
     mask: Tensor | None = None         # bool [nnz, R, C]
-    first_entry: Tensor | None = None  # int32 [MB]
+    first_entry: Tensor | None = None  # int32 [1, 1, MB]
     listed: tuple[Tensor, Tensor] | None = None  # causal plans only
     page: tuple[int, str] | None = None          # entries of a cache's page, and "NHD" or "HND"
 
@@ -200,7 +200,7 @@ def plan_bsr(
     packed = options.packed(R)
     lists = BlockLists.from_bsr(indptr, indices, R * packed, C, num_kv_blocks=columns, capacity=longest)
     if mask is not None:
-        return WrapperPlan(lists, packed, **shapes, mask=mask, first_entry=indptr[:-1].to(torch.int32, copy=True))
+        return WrapperPlan(lists, packed, **shapes, mask=mask, first_entry=indptr[None, None, :-1].to(torch.int32, copy=True))
     return WrapperPlan(lists, packed, **shapes, listed=options.listed(lists, N))
 
 

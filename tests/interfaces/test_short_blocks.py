@@ -1,6 +1,7 @@
 """Key blocks shorter than a tile: how their keys are read, and compacted copies of them against the keys themselves."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,13 +31,12 @@ def lists(shape, items, q_block, kv_block, device):
     return BlockLists.from_mask(kept, q_block, kv_block)
 
 
-def compacted(impl, blocks, dim, room=512 << 20):
-    """Attention with compacted keys forward and backward, however few rows share a list; ``room``: bytes of the copies."""
-    from ssta.interfaces.tokens.triton.compacted import compacted_backward, compacted_forward
+def compacted(impl, blocks):
+    """Attention with compacted keys forward and backward, however few rows share a list."""
+    def attend(q, k, v):
+        return compacted_attention(q, k, v, blocks.counts, blocks.indices, blocks.q_offsets, blocks.kv_offsets, q.shape[3]**-0.5, True, impl)
 
-    route = choose_route(impl, DEVICE, torch.float16, dim)
-    return attention_by(lambda q, k, v, blocks, scale, causal: compacted_forward(route, q, k, v, blocks, scale, room=room),
-                        lambda *given: compacted_backward(route, *given[:-1], True, room=room), blocks, dim**-0.5)
+    return attend
 
 
 @pytest.mark.parametrize("device, impl", DEVICES)
