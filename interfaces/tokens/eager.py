@@ -63,7 +63,7 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists) -> Iterator[tuple
     """(query tokens, rows of k int64 [G, Hkv, n], which of them are seen, bool) of some tokens at a time."""
     tokens, size = q.shape[0], lists.block_size
     capacity = lists.ids.shape[2]
-    if q.device.type == "cpu" and lists.counts is not None and lists.full is None and lists.counts.numel():
+    if q.device.type == "cpu" and lists.counts is not None and lists.counts.numel():
         # Reading it costs nothing where there is no device to wait for.
         capacity = min(capacity, int(lists.counts.max()))
     if not (tokens and k.numel() and capacity > 0):

@@ -39,7 +39,7 @@ def _dq_kernel(q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, ids, counts, fu
     at = token.to(tl.int64) * kv_heads + kv_head
     origin, low, high = tl.load(spans + token * 3), tl.load(spans + token * 3 + 1), tl.load(spans + token * 3 + 2)
     TILED: tl.constexpr = BLOCK % N == 0
-    tiled, front, back = list_parts(counts, full, at, capacity, TILED)
+    tiled, gathered = list_parts(counts, full, at, capacity, TILED)
     ids += at * capacity
     k += kv_head.to(tl.int64) * k_head
     v += kv_head.to(tl.int64) * v_head
@@ -61,8 +61,8 @@ def _dq_kernel(q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, ids, counts, fu
             weights = tl.exp2(tl.dot(queries, tl.trans(keys)) * scale_log2 - row_lse2[:, None])
             dscores = weights * (tl.dot(do, tl.trans(values)) - row_delta[:, None])
             acc = tl.dot(dscores.to(keys.dtype), keys, acc)
-    for step in range(tl.cdiv((front + back) * BLOCK, N)):
-        rows, seen = listed_keys(ids, front, back, capacity, origin, low, high, step, N, BLOCK)
+    for step in range(tl.cdiv(gathered * BLOCK, N)):
+        rows, seen = listed_keys(ids + tiled, gathered, origin, low, high, step, N, BLOCK)
         keys = gather_rows(k, rows, k_row, seen, DIM, DIM_PAD)
         values = gather_rows(v, rows, v_row, seen, VDIM, VDIM_PAD)
         weights = tl.exp2(tl.dot(queries, tl.trans(keys)) * scale_log2 - row_lse2[:, None])
