@@ -13,7 +13,7 @@ from ...kernels import BlockLists, block_sparse_attention, choose_route
 from ...kernels.attention import check_inputs
 from ...kernels.block_forms import in_range, prefix_mask
 from ...kernels.checks import autocast_inputs, require_bool, resolve_scale
-from ...kernels.operators import NAMESPACE, on_device, recorded, refuse_transforms
+from ...kernels.operators import on_device, operator, recorded, refuse_transforms
 from ...kernels.routing import SHORTEST_TILE, require_impl
 from .attention import TOKEN_IMPLEMENTATIONS, choose_token_impl
 from .compacted import compacted_attention, like_results
@@ -52,7 +52,7 @@ def how_read(impl: str, q: Tensor, k: Tensor, blocks: BlockLists, differentiable
         return "gathered"
     # Copies are made for uniform blocks.
     uniform = isinstance(blocks.q_offsets, int) and isinstance(blocks.kv_offsets, int) and blocks.q_lengths is blocks.kv_lengths is None
-    wanted = uniform and blocks.capacity and q.numel() and k.numel() and (impl != "auto" or q.device.type == "cuda")
+    wanted = uniform and blocks.capacity and q.numel() and k.numel() and (impl != "auto" or q.device.type != "cpu")
     return "compacted" if wanted else "tiles"
 
 
@@ -95,7 +95,7 @@ def listed_keys(blocks: BlockLists, kv_len: int) -> tuple[Tensor, Tensor]:
     return behind - size, size.sum(-1, dtype=torch.int32)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::attention_within_blocks", mutates_args=())
+@operator("attention_within_blocks", like_results)
 def _within_blocks(
     q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None,
     q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None, max_q_length: int, max_kv_length: int,
@@ -112,6 +112,3 @@ def _within_blocks(
         from .eager import torch_within
 
         return torch_within(q, k, v, blocks, scale, soft_cap, mask, first_entry, total, packed)
-
-
-_within_blocks.register_fake(like_results)

@@ -82,7 +82,8 @@ def _parts(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, q_s
             lengths, slots = mask_lists((known[:, :, some, :, None] & (keys < kv_len)).flatten(3), width)
             source = head + keys.flatten(3).gather(3, slots.long())
             run = torch.arange(lengths.shape[2], dtype=torch.int32, device=q.device)
-            lists = BlockLists(torch.ones_like(run)[None, None], run[None, None, :, None], q_size, width, kv_lengths=lengths)
+            lists = BlockLists(torch.ones_like(run)[None, None], run[None, None, :, None], q_size, width, kv_lengths=lengths,
+                               num_kv_blocks=len(run))
             yield slice(first * q_size, (first + at_once) * q_size), source.flatten(2), lists
 
     return route, torch.cat([k, v], 3).flatten(0, 2), parts()

@@ -93,18 +93,19 @@ class TokenLists:
         return KeyLists(starts, sizes, entries.int(), bounds[:, :-1].contiguous(), bounds.diff(dim=1).int())
 
     def _inverted_mask(self, packed: Packed, mask: Tensor) -> KeyLists:
+        """Every sequence has the mask's number of key blocks, full or not."""
         from .triton.lists import row_lists
 
-        (heads, longest, number), cu = mask.shape[1:], packed.cu_q.long()
-        _, starts, sizes = packed.key_blocks(self.block_size, per_sequence=number)
-        block = torch.arange(len(starts), device=mask.device)
-        sequence, block = block // number, block % number
+        (longest, number), (cu_q, cu_k) = mask.shape[2:], (packed.cu_q.long(), packed.cu_k.long())
+        block = torch.arange(packed.sequences * number, device=mask.device)
+        sequence, first = block // number, block % number * self.block_size
+        starts, sizes = cu_k[sequence] + first, (cu_k.diff()[sequence] - first).clamp(0, self.block_size)
         # A block is seen by the tokens from its own first one on.
-        rows = torch.stack([sequence * mask.stride(0) + block * mask.stride(3), block * self.block_size,
-                            cu.diff()[sequence].clamp(max=longest), cu[sequence]], 1)
+        begins = sequence * mask.stride(0) + block % number * mask.stride(3)
+        rows = torch.stack([begins, first, cu_q.diff()[sequence].clamp(max=longest), cu_q[sequence]], 1)
         tokens, counts = row_lists(mask[:, :, :, 0], rows)
         firsts = torch.arange(counts.numel(), device=mask.device).view(counts.shape) * longest
-        return KeyLists(starts, sizes, tokens.flatten(), firsts.T.contiguous(), counts.T.contiguous())
+        return KeyLists(starts.int(), sizes.int(), tokens.flatten(), firsts.T.contiguous(), counts.T.contiguous())
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,20 +156,13 @@ class Packed:
         low = torch.zeros_like(high) if window is None else (place + 1 - window).clamp(min=0)
         return torch.stack([origin, low, high], 1).int()
 
-    def key_blocks(self, block_size: int, per_sequence: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(first key block of each sequence int64 [B], starts int32 [Nk], sizes int32 [Nk]).
-
-        With ``per_sequence`` every sequence has so many blocks, full or not; else just as many as it fills, and spare ones at the end.
-        """
-        device, cu = self.cu_k.device, self.cu_k.long().clamp(0, self.k_tokens)
+    def key_blocks(self, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(first key block of each sequence int64 [B], starts int32 [Nk], sizes int32 [Nk]): just as many blocks as the sequences fill, and
+        spare ones at the end."""
+        cu = self.cu_k.long().clamp(0, self.k_tokens)
         lengths = cu.diff().clamp(min=0)
-        if per_sequence is None:
-            ends = ((lengths + block_size - 1) // block_size).cumsum(0)
-            number = self.k_tokens // block_size + self.sequences
-        else:
-            ends = (torch.arange(self.sequences, device=device) + 1) * per_sequence
-            number = self.sequences * per_sequence
-        block = torch.arange(number, device=device)
+        ends = ((lengths + block_size - 1) // block_size).cumsum(0)
+        block = torch.arange(self.k_tokens // block_size + self.sequences, device=cu.device)
         sequence = torch.searchsorted(ends, block, right=True)
         known = sequence < self.sequences
         sequence = sequence.clamp(max=self.sequences - 1)

@@ -95,8 +95,8 @@ def gather(dim: int, limited: bool) -> None:
     blocks = BlockLists.from_mask(torch.ones(1, 2, 2, 48, dtype=torch.bool), 128, 1)
     q = torch.zeros(1, 2, 256, dim, dtype=torch.bfloat16)
     k, v = (torch.zeros(1, 2, 48, dim, dtype=torch.bfloat16) for _ in range(2))
-    mask = dict(mask=torch.ones(96, 128, 1, dtype=torch.bool), first_entry=torch.tensor([0, 48]).int()) if limited else {}
-    gathered_forward(q, k, v, blocks, 1.0, False, **mask)
+    masks = (torch.ones(192, 128, 1, dtype=torch.bool), torch.arange(0, 192, 48).int().view(1, 2, 2)) if limited else (None, None)
+    gathered_forward(q, k, v, blocks, 1.0, 0.0, *masks, None, None, 1)
 
 
 def attend_to_tokens(dim: int, group: int, block: int) -> None:
