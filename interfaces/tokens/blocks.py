@@ -41,7 +41,8 @@ def block_attention(
     if reading == "gathered":
         return attention_within_blocks(q, k, v, blocks, scale, impl="triton")
     refuse_transforms("block_sparse_attention", q=q, k=k, v=v)
-    return compacted_attention(q, k, v, blocks.counts, blocks.indices, blocks.max_q_length, blocks.max_kv_length, scale, deterministic, impl)
+    sizes = blocks.max_q_length, blocks.max_kv_length
+    return compacted_attention(q, k, v, blocks.counts, blocks.indices, *sizes, scale, deterministic, impl)
 
 
 def how_read(impl: str, q: Tensor, k: Tensor, blocks: BlockLists, differentiable: bool) -> str:

@@ -28,7 +28,9 @@ def compacted_attention(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices
     with on_device(q):
         route, pairs, parts = _parts(q, k, v, counts, indices, q_size, kv_size, deterministic, impl)
         for rows, source, lists in parts:
-            out[:, :, rows], lse[:, :, rows] = route.run(q[:, :, rows], *_copies(pairs, source), lists, scale)
+            keys, values = pairs.index_select(0, source.flatten()).view(*source.shape, -1).chunk(2, 3)
+            out[:, :, rows], lse[:, :, rows] = route.run(q[:, :, rows], keys, values, lists, scale)
+            del keys, values
     return out, lse
 
 
@@ -40,10 +42,11 @@ def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
         route, pairs, parts = _parts(q, k, v, counts, indices, q_size, kv_size, deterministic, impl)
         sums = torch.zeros_like(pairs, dtype=lse.dtype)
         for rows, source, lists in parts:
-            row_dlse = None if dlse is None else dlse[:, :, rows]
+            keys, values = pairs.index_select(0, source.flatten()).view(*source.shape, -1).chunk(2, 3)
             dq[:, :, rows], *gradients = route.run_backward(
-                dout[:, :, rows], row_dlse, q[:, :, rows], *_copies(pairs, source), out[:, :, rows], lse[:, :, rows].contiguous(), lists,
-                scale, False, deterministic)
+                dout[:, :, rows], None if dlse is None else dlse[:, :, rows], q[:, :, rows], keys, values, out[:, :, rows],
+                lse[:, :, rows].contiguous(), lists, scale, False, deterministic)
+            del keys, values
             # Sums in the order of the copies, where index_add_ would use atomics on a GPU.
             sums.index_put_((source.flatten(),), torch.cat(gradients, 3).flatten(0, 2).to(lse.dtype), accumulate=True)
     dk, dv = sums.view(*k.shape[:3], -1).chunk(2, 3)
@@ -87,8 +90,3 @@ def _parts(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, q_s
             yield slice(first * q_size, (first + at_once) * q_size), source.flatten(2), lists
 
     return route, torch.cat([k, v], 3).flatten(0, 2), parts()
-
-
-def _copies(pairs: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    keys, values = pairs.index_select(0, source.flatten()).view(*source.shape, -1).chunk(2, 3)
-    return keys, values

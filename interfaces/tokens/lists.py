@@ -16,8 +16,7 @@ from ...kernels.block_forms import prefix_mask
 from ...kernels.checks import INTEGERS, check_tensor
 
 
-@dataclass(frozen=True, eq=False)
-class KeyLists:
+class KeyLists(NamedTuple):
     """For every key block and key/value head, the query tokens that attend to it. Made by the backward pass of the Triton kernels."""
 
     starts: Tensor   # int32 [Nk], first row of a key block

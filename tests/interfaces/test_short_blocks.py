@@ -32,7 +32,8 @@ def lists(shape, items, q_block, kv_block, device):
 def compacted(impl, blocks):
     """Attention with compacted keys forward and backward, however few rows share a list."""
     def attend(q, k, v):
-        return copies.compacted_attention(q, k, v, blocks.counts, blocks.indices, blocks.q_offsets, blocks.kv_offsets, q.shape[3]**-0.5, True, impl)
+        fields = blocks.counts, blocks.indices, blocks.q_offsets, blocks.kv_offsets
+        return copies.compacted_attention(q, k, v, *fields, q.shape[3]**-0.5, True, impl)
 
     return attend
 

@@ -194,11 +194,8 @@ def triton_token_backward(
         *by_head, delta, lse2, heads, tokens, M=DELTA_ROWS, DIM=v_dim, DIM_PAD=shape["VDIM_PAD"], **FUSED)
 
     config = token_config(group, dim, v_dim, device_limits(q.device), lists.full is not None)
-    k_tiles = v_tiles = None
-    if lists.full is not None:
-        k_tiles, v_tiles = key_tiles(k, config.block_n, shape["DIM_PAD"]), key_tiles(v, config.block_n, shape["VDIM_PAD"])
     _dq_kernel[(tokens, kv_heads)](
-        q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, lists.ids, lists.counts, lists.full, lists.spans, *strides,
+        q, k, v, *key_tiles(k, v, lists, config.block_n), dout, dq, lse2, delta, lists.ids, lists.counts, lists.full, lists.spans, *strides,
         *dq.stride()[:2], kv_heads, capacity, scale * LOG2E, scale, M=config.block_m, N=config.block_n, BLOCK=lists.block_size, **shape,
         **config.options())
 

@@ -69,11 +69,11 @@ def load_tile(tiles, base, head, row, stride, N: tl.constexpr, DIM: tl.constexpr
         return tiles.load([row, head, 0]).reshape(N, DIM_PAD)
 
 
-def key_tiles(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
-    """For loading [rows, dim_pad] of x [tokens, H, dim] through TMA; None where x is not ``tma_ok`` or the GPU has none."""
-    if not (tma_ok(x[None]) and device_limits(x.device).tma):
-        return None
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, 1, dim_pad])
+def key_tiles(k: Tensor, v: Tensor, lists: TokenLists, rows: int) -> list[TensorDescriptor | None]:
+    """For loading ``rows`` neighbouring keys, or values, of a head through TMA; None where there is none, or nothing that is loaded so."""
+    tma = lists.full is not None and device_limits(k.device).tma
+    return [TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, 1, max(triton.next_power_of_2(x.shape[2]), 16)])
+            if tma and tma_ok(x[None]) else None for x in (k, v)]
 
 
 # Not specialised on any of these: a new batch must not compile anew, and launches are quicker. Numbers and pointers stay flat here: four
@@ -167,12 +167,9 @@ def triton_token_forward(
         parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(splits, *lse.shape, dtype=torch.float32, device=q.device)
     dim_pad, v_dim_pad = (max(triton.next_power_of_2(size), 16) for size in (dim, v_dim))
-    k_tiles = v_tiles = None
-    if lists.full is not None:
-        k_tiles, v_tiles = key_tiles(k, config.block_n, dim_pad), key_tiles(v, config.block_n, v_dim_pad)
     cache, kind = (lists.cache, 1 if lists.cache.left else 2) if lists.cache else (PaddedCache(0, 0, False), 0)
     _forward_kernel[(tokens, kv_heads, splits)](
-        q, k, v, k_tiles, v_tiles, parts, part_lse, lists.ids, lists.counts, lists.full, lists.spans,
+        q, k, v, *key_tiles(k, v, lists, config.block_n), parts, part_lse, lists.ids, lists.counts, lists.full, lists.spans,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], tokens, kv_heads, capacity, cache.pitch, cache.capacity, scale * LOG2E,
         CACHE=kind, SPLITS=splits, GROUP=heads // kv_heads, M=config.block_m, N=config.block_n,
         BLOCK=lists.block_size, DIM=dim, DIM_PAD=dim_pad, VDIM=v_dim, VDIM_PAD=v_dim_pad,

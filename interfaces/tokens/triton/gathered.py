@@ -49,18 +49,6 @@ class _Limits(NamedTuple):
 
 
 @triton.jit
-def _slots(ids, kv_bounds, bound_at, first, count, items, N: tl.constexpr):
-    """(entry in the list, token in its block, token in the sequence, whether there is such a key) of N slots from ``first`` on."""
-    slot = first + tl.arange(0, N)
-    entry, token = slot // kv_bounds.length, slot % kv_bounds.length
-    item = tl.load(ids + entry, mask=entry < count, other=-1)
-    # Ids out of range count as absent.
-    known = (item >= 0) & (item < items)
-    start, size = block_bounds(kv_bounds, bound_at, tl.where(known, item, 0))
-    return entry, token, start + token, known & (token < size)
-
-
-@triton.jit
 def _forward_kernel(q, k, v, out, lse, lists, bounds, kv_bounds, limits, heads, group, scale_log2, cap_scale, soft_cap,
                     PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
                     CAPPED: tl.constexpr):
@@ -88,7 +76,13 @@ def _forward_kernel(q, k, v, out, lse, lists, bounds, kv_bounds, limits, heads, 
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
     for first in range(0, count * kv_bounds.length, N):
-        entry, token, key, there = _slots(ids, kv_bounds, bound_at, first, count, lists.items, N)
+        slot = first + tl.arange(0, N)
+        entry, token = slot // kv_bounds.length, slot % kv_bounds.length
+        item = tl.load(ids + entry, mask=entry < count, other=-1)
+        # Ids out of range count as absent.
+        known = (item >= 0) & (item < lists.items)
+        start, size = block_bounds(kv_bounds, bound_at, tl.where(known, item, 0))
+        key, there = start + token, known & (token < size)
         keys = gather_rows(k_head, key.to(tl.int64), k.row, there, DIM, DIM_PAD)
         scores = tl.dot(queries, tl.trans(keys))
         if CAPPED:

@@ -36,8 +36,8 @@ def row_lists(mask: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]
 
     Args:
         mask: bool ``[R, H, n]``; with ``rows`` ``[any, H, n]``.
-        rows: int64 ``[R, 4]``: where the row begins in the mask's memory, its first entry that counts, the end of these, and what an entry's
-            number is raised by.
+        rows: int64 ``[R, 4]``: where the row begins in the mask's memory, its first entry that counts, the end of these, and a number to
+            add to each id.
     """
     number, heads, items = mask.shape if rows is None else (len(rows), *mask.shape[1:])
     ids = torch.empty(number, heads, items, dtype=torch.int32, device=mask.device)
