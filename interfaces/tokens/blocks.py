@@ -18,7 +18,7 @@ from ...kernels.routing import SHORTEST_TILE, require_impl
 from .attention import TOKEN_IMPLEMENTATIONS, choose_token_impl
 from .compacted import compacted_attention, like_results
 
-# Where this many query rows share a list of short blocks, the forward compacts its keys. The backward always does.
+# Where this many query rows share a list of short blocks, or a gradient is wanted, its keys are compacted.
 COMPACTED_ROWS = 512
 
 
