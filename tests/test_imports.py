@@ -37,7 +37,7 @@ TOKENS = "ssta.interfaces.tokens"
 # What interfaces/ may take besides: of kernels/ the parts of its own kernels, of ssta/ the selection for flex-block-attn's masks.
 LENT = {
     "ssta.kernels.attention": ("check_inputs",),
-    "ssta.kernels.block_forms": ("in_range", "per_query_head", "prefix_mask"),
+    "ssta.kernels.block_forms": ("in_range", "mask_lists", "per_query_head", "prefix_mask"),
     "ssta.kernels.device": ("DeviceLimits", "device_limits", "multiprocessors"),
     "ssta.kernels.eager.steps": ("GATHER_ELEMENTS", "attend", "compute_dtype"),
     "ssta.kernels.launch": ("FUSED",),
