@@ -285,7 +285,7 @@ FAULTS = (
           "mask = mask.to(device, non_blocking=non_blocking, copy=True)", "mask = mask.to(device, non_blocking=non_blocking)",
           ("tests/interfaces/test_shared_memory.py::test_a_plan_keeps_no_buffer_of_its_caller",)),
     Fault("FlashInfer's plan keeps its caller's offsets", "interfaces/flashinfer/plan.py",
-          "first_entry=indptr[:-1].to(torch.int32, copy=True)", "first_entry=indptr[:-1].to(torch.int32)",
+          "indptr[None, None, :-1].to(torch.int32, copy=True)", "indptr[None, None, :-1].to(torch.int32)",
           ("tests/interfaces/test_shared_memory.py::test_a_plan_keeps_no_buffer_of_its_caller",)),
     Fault("a mask of pairs lies on torch's default device", "interfaces/flex_block_attn.py",
           "torch.zeros(number, number, dtype=torch.bool, device=\"cpu\")", "torch.zeros(number, number, dtype=torch.bool)",
