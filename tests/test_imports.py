@@ -46,7 +46,6 @@ LENT = {
     "ssta.kernels.lowering.arguments": ("view",),
     "ssta.kernels.lowering.chunks": ("block_lists", "kv_partition", "q_partition"),
     "ssta.kernels.lowering.inputs": ("strided", "tma_ok"),
-    "ssta.kernels.lowering.outputs": ("empty_outputs",),
     "ssta.kernels.lowering.primitives": ("LN2", "LOG2E", "block_bounds", "finish_softmax", "finite_or_zero", "gather_rows", "load_rows",
                                          "merged_lse", "of_head", "own_rows", "part_weights", "row_of_lists", "softmax_step", "store_rows",
                                          "tanh"),
