@@ -196,7 +196,7 @@ def test_densities_by_step_are_those_that_set_density_sets():
     with apply_ssta(pipe, density=0.3, schedule=schedule) as handle:
         first, second = (module.processor for module in pipe.transformer.modules() if hasattr(getattr(module, "processor", None), "site"))
         kind = type(second)._attend_sparsely
-        second._attend_sparsely = lambda *args: seen.append((first.config_now, second.config_now)) or kind(second, *args)
+        second._attend_sparsely = lambda *args: seen.append((first.ruling.config, second.ruling.config)) or kind(second, *args)
         latents(pipe, steps=4, **PIPELINES["ltx"].call)
         assert (handle.report()[1].steps, handle.report()[1].dense_steps) == (4, 1)
         own, per_step = handle.config, len(seen) // 3

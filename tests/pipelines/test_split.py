@@ -16,9 +16,9 @@ from tiny_hunyuan import SPARSE, apply_ssta, tiny_transformer
 from tiny_models import SPLIT, TINY, run
 
 from ssta.pipelines import Family, Split, cp_plan
-from ssta.pipelines.patch.call import Ranks
-from ssta.pipelines.patch.family import family_of
+from ssta.pipelines.patch.register import family_of
 from ssta.pipelines.ranks.split import gathered
+from ssta.pipelines.terms import Ranks
 
 # By diffusers' own exchange: in LTX-2 audio's queries, which are whole, look at the video's keys, which are split; in Kandinsky 6 both are.
 LEFT_TO_DIFFUSERS = {"ltx2": ("transformer_blocks.*.video_to_audio_attn",),
