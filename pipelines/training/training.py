@@ -247,9 +247,9 @@ def frozen_checkpoint(function: Any, *args: Any) -> Any:
         model.enable_gradient_checkpointing(frozen_checkpoint)
 
     diffusers' default, ``torch.utils.checkpoint`` alone, selects anew in the backward. That gives the same where the same numbers come out
-    of the same operations, and where no ``set_density`` came in between. This one keeps each layer's selection, a bit for each pair of
-    tiles and head, and saves the recomputation its scoring. A model whose whole forward torch.compile compiles recomputes as it sees fit,
-    and selects anew; blocks that are compiled by themselves keep.
+    of the same operations. This one keeps each layer's selection, a bit for each pair of tiles and head, and saves the recomputation its
+    scoring. A model whose whole forward torch.compile compiles recomputes as it sees fit, and selects anew; blocks that are compiled by
+    themselves keep.
 
     Args:
         function: a block, or a method of one, such as ``block.__call__``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import sys
 from fnmatch import fnmatchcase
 from functools import partial
 from types import SimpleNamespace
@@ -131,3 +132,12 @@ def test_a_split_of_the_wrong_kinds(options, message):
 def test_a_family_without_a_split():
     with pytest.raises(TypeError, match="Family.split must be a Split or None, got {}"):
         Family("Mine", lambda model: [], lambda model, arguments: (1, 1, 1), split={})
+
+
+def test_one_rank_needs_nothing_of_several(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ssta.pipelines.ranks.parallel", None)
+    model, call = TINY["wan"].build(), TINY["wan"].call()
+    stock = run(model, call)
+    with apply_ssta(model, SPARSE):
+        run(copy.deepcopy(model), call)
+    assert torch.equal(run(model, call), stock)
