@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .families import PLACES
 
-# Type checkers read these imports. At run time a name is imported when it is first asked for: what plugs/ serves need not have diffusers.
+# Type checkers read these imports. At run time a name is imported when it is first asked for, because plugs/ works without diffusers.
 if TYPE_CHECKING:
     from .families.trained.sparse_checkpoints import apply_sla as apply_sla
     from .families.trained.sparse_checkpoints import apply_vsa as apply_vsa

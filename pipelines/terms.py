@@ -1,4 +1,4 @@
-"""What rooms tell one another: Family, Site and Split, which say what a model is; Ranks, Ruling and CallState, what a forward is."""
+"""The data that all rooms share: Family, Site and Split describe a model; Ranks, Ruling and CallState describe a forward."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Ruling(NamedTuple):
 
 
 class CallState(NamedTuple):
-    """What belongs to one forward of a model.
+    """The state of one forward of a model.
 
     Attributes:
         thw: its canvas, in tokens.
-        ruling: of layers without a configuration of their own.
-        dense_layers: the ruling of layers that the schedule keeps dense.
+        ruling: for layers without a configuration of their own.
+        dense_layers: for layers that the schedule keeps dense.
         ranks: who shares it; None on one rank.
-        before: what its family has found before the video.
+        before: the segments before the video, if its family finds any.
     """
 
     thw: tuple[int, int, int]

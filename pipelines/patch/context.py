@@ -77,15 +77,15 @@ class ModelContext:
         self.config = config
         self.schedule = schedule
         self.impl = impl
-        # What each layer has for a configuration of its own, `config` where it has none, None where the schedule keeps it dense.
+        # By layer: its own configuration, or `config`; None = the schedule keeps the layer dense.
         self.configs: tuple[SSTAConfig | None, ...] = ()
-        # Whether every forward is dense, which `training.set_density` says of a density that leaves next to nothing out.
+        # Whether every forward is dense: `training.set_density` was given nearly 1.
         self.always_dense = False
-        # The method of which every layer has a trained branch, which stays where all tiles are attended to.
+        # VSA or SLA, where layers have its trained branch, which stays beside attention to all tiles.
         self.method: str | None = None
         # Whether all ranks are asked, in each generation's first step, if they do the same.
         self.check_ranks = False
-        # Layouts that processors have asked for: a forward asks for the same one in every layer.
+        # Layouts of sequences, each made once: the layers of a forward ask for the same ones.
         self.layouts: dict[tuple, TokenLayout] = {}
         self._parallel: Parallelism | None = None
         self._progress = progress
@@ -136,14 +136,14 @@ class ModelContext:
         return call.ruling if call.ruling.dense or config is self.config else Ruling(False, config)
 
     def parallelism(self, model: nn.Module) -> Parallelism | None:
-        """What makes diffusers' context parallelism fit; None while the model has run on one rank only."""
+        """The model's part in diffusers' context parallelism; None while it has run on one rank only."""
         if self._parallel is None and getattr(model, "_parallel_config", None) is not None:
             self._parallel = self._made_parallel()
         return self._parallel
 
     @torch.compiler.disable
     def _made_parallel(self) -> Parallelism:
-        # Not above: it needs much of diffusers that a model on one rank does not.
+        # Not above: a model on one rank does not need the parts of diffusers that this file imports.
         from ..ranks.parallel import Parallelism
 
         return Parallelism(self.family, self.configs)
@@ -160,7 +160,7 @@ class ModelContext:
         if schedule.counts_steps and torch.compiler.is_exporting():
             raise ValueError("schedule must not follow the steps under torch.export, which keeps the steps of one call, got "
                              f"dense_steps = {schedule.dense_steps}, densities = {schedule.densities}; apply SSTA with Schedule()")
-        # What `dense_forwards` asks for is no step of a generation.
+        # Forwards under `dense_forwards` are no steps of a generation.
         counted = not getattr(self._calls, "dense", False)
         dense, density = self.always_dense or not counted, None
         if counted and (schedule.counts_steps or not torch.compiler.is_compiling()):
@@ -168,7 +168,7 @@ class ModelContext:
         self._calls.state = self._latest = CallState(thw, *self._rulings(dense, density), ranks, before)
 
     def dense_forwards(self) -> AbstractContextManager[None]:
-        """Within it this thread's forwards are dense whatever the schedule says, and are no steps of the report's."""
+        """Within it this thread's forwards are dense at every step, and reports do not count them."""
         return having(self._calls, "dense", True)
 
     def resumed(self, state: CallState) -> AbstractContextManager[None]:
@@ -176,10 +176,10 @@ class ModelContext:
         return having(self._calls, "state", state)
 
     def _rulings(self, dense: bool, density: float | None) -> tuple[Ruling, Ruling]:
-        """Those of a forward's ``CallState``, by whether its step is dense, and by the density that the schedule has for it."""
+        """``ruling`` and ``dense_layers`` of a forward's ``CallState``. The schedule may have a ``density`` for its step."""
         config = self.config
         if self.method is not None:
-            # Its trained branch stays beside attention to all tiles, which is then no dense attention.
+            # Attention to all tiles, with the trained branch beside it, is no dense attention.
             every = at_density(config, 1.0)
             return Ruling(False, every if dense else config if density is None else at_density(config, density)), Ruling(False, every)
         return Ruling(dense, config if dense or density is None else at_density(config, density)), Ruling(True, config)

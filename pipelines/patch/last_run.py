@@ -1,4 +1,4 @@
-"""LastRun: what one layer ran last, and how long it took, for reports."""
+"""LastRun: the last attention of one layer and its time, for reports."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class _Run(NamedTuple):
 
 
 class LastRun:
-    """What one layer ran last, in any forward, and in a dense one.
+    """The last attention of one layer, and its last dense one.
 
     Attributes:
-        exchange: times what ranks send.
+        exchange: times the exchanges between ranks.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class LastRun:
 
     def ends(self, result: LayerResult | Tensor, backend: str | None, thw: tuple[int, int, int], layout: TokenLayout, dense: bool,
              query: Operand) -> None:
-        """Stops the time, and keeps what a report asks for. Counts of lists stay on the device until somebody does.
+        """Stops the time, and keeps the values of a report. Counts of lists stay on the device until a report is wanted.
 
         Args:
             result: with ``out`` as ``[B, H, S, D]``; of a backend of diffusers that alone.
@@ -81,7 +81,7 @@ class LastRun:
         """It under the name ``layer``; None if nothing ran, or only on fake tensors. Synchronises the device.
 
         Args:
-            layer: what the report calls the layer.
+            layer: the layer's name in the report.
             impl: which kernels were asked for.
             always_dense: whether the schedule keeps the layer dense.
             count: the model's steps.

@@ -18,11 +18,11 @@ _MOST_LAYOUTS = 16
 
 
 class VideoSequence:
-    """What a processor knows of its tokens. In all methods ``tokens`` is the length of the sequence, on several ranks of this rank's part.
+    """A processor's tokens. In all methods ``tokens`` is the length of the sequence, or on several ranks of this rank's part.
 
-    What ``Family.before`` says of the forward in progress stands before the video; where it says nothing, nothing does.
+    A layout begins with the segments that ``Family.before`` finds, if there are any.
 
-    Each layout raises ValueError where the rest of the tokens is not the canvas, and where there was no forward of the whole model.
+    Each raises ValueError where the rest of the tokens is not the canvas, and where there was no forward of the whole model.
     """
 
     def __init__(self, context: ModelContext) -> None:
@@ -37,7 +37,7 @@ class VideoSequence:
         return self._layout(tokens, True, conditions)
 
     def video_after(self, tokens: int, conditions: int | None = None) -> TokenLayout:
-        """The layout of ``conditions`` dense tokens and the video, whatever ``Family.before`` says; None = all others are dense."""
+        """The layout of ``conditions`` dense tokens and the video, without ``Family.before``; None = all others are dense."""
         return self._layout(tokens, False, conditions)
 
     def canvas(self, video_tokens: int) -> tuple[int, int, int]:
@@ -66,7 +66,7 @@ class VideoSequence:
         return x if ranks is None else x.narrow(dim, ranks.start(tokens), ranks.share(tokens))
 
     def _layout(self, tokens: int, first: bool, conditions: int | None) -> TokenLayout:
-        """That of the video and so many conditions; ``first``: in this order, and both after what the family finds before the video."""
+        """The video and so many conditions. ``first``: the video comes first, after the family's segments."""
         call, layouts, compiling = self.context.call, self.context.layouts, torch.compiler.is_compiling()
         ranks, before = call.ranks, call.before if first else ()
         key = call.thw, None if ranks is None else (ranks.size, ranks.rank, ranks.tokens), tokens, before, first, conditions
