@@ -11,7 +11,7 @@ OLD and NEW are folders. ``git archive COMMIT ssta kernels pipelines src | tar x
                four blocks of HunyuanVideo 1.5 without one
     host       us until a call returns that finds the device's queue empty: those layers, and LTX-Video's forward
     memory     the peak of those layers beyond their inputs, without and with gradients
-    gate       decibels of gate.py on one checkpoint, which is trained first if it is not there
+    gate       decibels of gate.py on one checkpoint, trained first where there is none
 
 Each library has a process of its own. Both prepare a section at the same time, and then take turns. Their results are compared before any
 time is taken: column apart is the distance over the length of OLD's result. A row with two results is not timed. Column ratio is the median
@@ -111,8 +111,8 @@ def train(checkpoint: Path, tree: Path, path: Path) -> None:
 
 
 def take_turns(sides: Sequence[Side], check: Callable[[], object]) -> None:
-    """Until both have ended: what both want together at once, everything else one after the other, the first one first in every other
-    round. ``check`` comes after whatever they did together."""
+    """Until both have ended. Sides that both ask for it work at the same time, after which ``check`` is called. Else one works after the
+    other, and the order changes from turn to turn."""
     running, turn = list(sides), 0
     while running:
         together = all(side.wants == measure.TOGETHER for side in running)
@@ -132,7 +132,7 @@ def check(folder: Path, apart: dict[str, float]) -> None:
     for path in sorted((folder / "old").glob("*.pt")):
         other = folder / "new" / path.name
         if other.is_file():
-            apart[path.stem] = distance(*(torch.load(of) for of in (path, other)))
+            apart[path.stem] = distance(*(torch.load(file) for file in (path, other)))
             path.unlink()
             other.unlink()
     wrong = [name for name, far in apart.items() if not far <= APART[name.split("_")[0]]]
@@ -150,15 +150,15 @@ def distance(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> float:
 
 def compared(old: dict[str, dict], new: dict[str, dict], apart: dict[str, float], bound: float,
              host_bound: float) -> list[dict]:
-    """The table: what both measured, and what is marked."""
+    """The rows of the table, with their marks."""
     rows = []
     for name in dict.fromkeys([*old, *new]):
-        pair = [of.get(name, dict(note="it has no such row", unit="", values=[])) for of in (old, new)]
-        notes = [f"{side}: {of['note']}" for side, of in zip(("OLD", "NEW"), pair) if of["note"]]
+        pair = [rows_of_side.get(name, dict(note="it has no such row", unit="", values=[])) for rows_of_side in (old, new)]
+        notes = [f"{side}: {row['note']}" for side, row in zip(("OLD", "NEW"), pair) if row["note"]]
         row: dict = dict.fromkeys(COLUMNS, "") | dict(row=name, unit=pair[0]["unit"] or pair[1]["unit"], note="; ".join(notes))
         far = apart.get(file_name(name))
         row["apart"] = "" if far is None else far
-        values = [of["values"] for of in pair]
+        values = [measured["values"] for measured in pair]
         if far is not None and not far <= APART[name.split()[0]]:
             row["mark"] = "RESULTS DIFFER"
         elif not all(values):

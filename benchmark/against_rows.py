@@ -26,7 +26,7 @@ SECTIONS = ("layer", "kernel", "model", "host", "memory", "gate")
 RESULTS = Path("build/against")
 # The value of a row in one round is the median of as many calls as fit into so many ms, at least and at most so many.
 ROUND_MS, CALLS = dict(ms=40.0, us=100.0), dict(ms=(1, 15), us=(3, 25))
-# Models of which so many blocks are measured.
+# Blocks of the models that are not measured whole.
 FEW_BLOCKS = {"hunyuan-video-1.5": 4}
 # Values of a result that are compared.
 COMPARED = 1 << 21
@@ -63,11 +63,11 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     if GPU:
         torch.backends.cudnn.allow_tf32 = False
-    found: dict[str, dict] = {}
+    rows: dict[str, dict] = {}
     for name, build in sections(options):
         measure.before_round(measure.TOGETHER)
-        found |= measured(name, build, options.rounds)
-        (RESULTS / "rows.json").write_text(json.dumps(found))
+        rows |= measured(name, build, options.rounds)
+        (RESULTS / "rows.json").write_text(json.dumps(rows))
 
 
 def sections(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Rows]]]:
@@ -87,7 +87,7 @@ def measured(section: str, build: Callable[[], Rows], rounds: int) -> dict[str, 
         rows = build()
     except Exception as error:
         rows[section] = failure(error)
-    found: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     for name, row in list(rows.items()):
         if isinstance(row, Row) and row.call:
             try:
@@ -96,9 +96,9 @@ def measured(section: str, build: Callable[[], Rows], rounds: int) -> dict[str, 
             except Exception as error:
                 rows[name] = row = failure(error)
         if isinstance(row, str):
-            found[name] = dict(note=row, unit="", values=[])
+            results[name] = dict(note=row, unit="", values=[])
         else:
-            found[name] = dict(note="", unit=row.unit, values=[] if row.value is None else [row.value])
+            results[name] = dict(note="", unit=row.unit, values=[] if row.value is None else [row.value])
     timed = {name: row for name, row in rows.items() if isinstance(row, Row) and row.call and row.value is None}
     # Every side asks for as many turns.
     pace: dict[str, Pace] = {}
@@ -106,22 +106,22 @@ def measured(section: str, build: Callable[[], Rows], rounds: int) -> dict[str, 
         measure.before_round()
         wrong = set(json.loads((RESULTS / "wrong.json").read_text())) if (RESULTS / "wrong.json").is_file() else set()
         for name, row in timed.items():
-            if name in wrong or found[name]["note"]:
+            if file_name(name) in wrong or results[name]["note"]:
                 continue
             try:
                 with torch.set_grad_enabled(row.keep):
                     value, pace[name] = one_round(row, pace.get(name, Pace()))
             except Exception as error:
-                found[name]["note"] = failure(error)
+                results[name]["note"] = failure(error)
                 continue
             if turn:
-                found[name]["values"].append(value)
+                results[name]["values"].append(value)
     rows.clear()
     timed.clear()
     gc.collect()
     if GPU:
         torch.cuda.empty_cache()
-    return found
+    return results
 
 
 def file_name(row: str) -> str:
@@ -130,7 +130,7 @@ def file_name(row: str) -> str:
 
 @dataclass(frozen=True)
 class Pace:
-    """How a row is measured in a round: by so many calls, before each of which the GPU waits so many ms for the host."""
+    """How a row is measured in a round: the number of its calls, and the ms that the GPU waits for the host before each."""
 
     calls: int = 3
     wait: float = LONGEST_WAIT
@@ -143,7 +143,7 @@ def one_round(row: Row, pace: Pace) -> tuple[float, Pace]:
         times = [(host_us(row.call), 0.0) for _ in range(pace.calls)]
     else:
         times = [measure.milliseconds(row.call, pace.wait) for _ in range(pace.calls)]
-    value, host = (statistics.median(of) for of in zip(*times))
+    value, host = (statistics.median(column) for column in zip(*times))
     least, most = CALLS[row.unit]
     fitting = round(ROUND_MS[row.unit] / max(value / (1000 if row.unit == "us" else 1), 1e-3))
     return value, Pace(max(least, min(most, fitting)), min(LONGEST_WAIT, 0.2 + 1.2 * host))
@@ -167,12 +167,12 @@ def sampled(result: Any) -> list[Tensor]:
 
 
 def layer_calls(recording: bool) -> dict[str, tuple[Any, Callable[[], Tensor], tuple[Tensor, ...]]]:
-    """By name of the layer and of what runs: (shape, call, leaves)."""
+    """By names of the layer and its configuration: (shape, call, leaves)."""
     from shapes import LAYERS, LAYERS_CPU
 
     from ssta import TokenLayout, ssta_attention
 
-    found = {}
+    calls = {}
     for shape in ((LAYERS[0], LAYERS[3]) if GPU else LAYERS_CPU[:1]):
         torch.manual_seed(0)
         size = 1, shape.tokens, shape.heads, shape.head_dim
@@ -182,8 +182,8 @@ def layer_calls(recording: bool) -> dict[str, tuple[Any, Callable[[], Tensor], t
         layout = TokenLayout.video_text(shape.thw, shape.text)
         for what in ("default", "one part", "none"):
             call = partial(ssta_attention, *qkv, layout, shape.attention_config(what), text_mask=mask)
-            found[f"{shape.name}, {what}"] = shape, call, qkv
-    return found
+            calls[f"{shape.name}, {what}"] = shape, call, qkv
+    return calls
 
 
 def layer_rows() -> Rows:
@@ -237,7 +237,7 @@ def model_names() -> tuple[str, ...]:
 
 
 def model_call(name: str) -> tuple[str, torch.nn.Module, dict]:
-    """(what it is, the model with SSTA, a forward's arguments)."""
+    """(its name, the model with SSTA, a forward's arguments)."""
     from models import MODELS_CPU
 
     from ssta.pipelines import Schedule, apply_ssta
@@ -249,7 +249,7 @@ def model_call(name: str) -> tuple[str, torch.nn.Module, dict]:
         blocks = FEW_BLOCKS.get(name, shape.depth)
         model, call = shape.build(DEVICE, DTYPE, blocks), shape.call(DEVICE, DTYPE)
     else:
-        shape = next(of for of in MODELS_CPU if of.name.startswith("LTX"))
+        shape = next(tiny for tiny in MODELS_CPU if tiny.name.startswith("LTX"))
         blocks, model, call = shape.blocks, shape.build(DEVICE, DTYPE), shape.call(DEVICE, DTYPE)
     # Of few blocks the dense one would be most of the time.
     apply_ssta(model, schedule=Schedule() if name in FEW_BLOCKS else None)
@@ -301,7 +301,8 @@ def gate_rows(path: Path) -> Rows:
     from gate import measured as sampled_rows
 
     bench = Bench(Checkpoint.load(path), torch.device(DEVICE), *((8, 1, 30) if GPU else (2, 1, 3)), [])
-    found = sampled_rows(bench, FULL_TILES if GPU else TOY_TILES, {OURS: None})
-    return {f"gate at {row['density']:g}": Row(None, "dB", value=float(row["psnr"])) if row["psnr"] != "" else row["note"] for row in found}
+    sampled_videos = sampled_rows(bench, FULL_TILES if GPU else TOY_TILES, {OURS: None})
+    return {f"gate at {row['density']:g}": Row(None, "dB", value=float(row["psnr"])) if row["psnr"] != "" else row["note"]
+            for row in sampled_videos}
 
 

@@ -227,8 +227,8 @@ class Copies:
 class _Still:
     """In place of ``exchange.Collective``: nothing moves."""
 
-    def __init__(self, group: object, send: Tensor, comes: list[int], goes: list[int], graph: bool, into: Tensor | None = None,
-                 plan: None = None) -> None:
+    def __init__(self, group: object, send: Tensor, comes: list[int], goes: list[int], graph: bool, into: Tensor | None = None
+                 ) -> None:
         self._into = send.new_empty(sum(comes)) if into is None else into
 
     def wait(self) -> Tensor:

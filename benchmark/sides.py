@@ -29,7 +29,7 @@ def add_against(parser: argparse.ArgumentParser) -> None:
 
 
 def checkout(text: str) -> Path:
-    """The folder ``text``, which holds those of the package. ``git archive COMMIT ssta kernels pipelines src | tar x -C DIR`` fills one."""
+    """The folder ``text`` with the package's folders. ``git archive COMMIT ssta kernels pipelines src | tar x -C DIR`` fills one."""
     tree = Path(text).resolve()
     for part in ("ssta/__init__.py", "kernels/__init__.py"):
         if not any((folder / part).is_file() for folder in (tree, tree / "src", tree / "src" / "ssta")):
@@ -111,7 +111,7 @@ class Side:
             pass
 
     def returned(self) -> bool:
-        """Waits for the turn; False once the script has ended. ``wants`` is then what the script asks the next one for."""
+        """Waits for the turn; False once the script has ended. ``wants`` then says how the script asks for its next turn."""
         self.wants = os.read(self._done, 1)
         if self.wants:
             return True

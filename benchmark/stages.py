@@ -81,8 +81,6 @@ def timed_stages(marks: list) -> Iterator[None]:
         return call
 
     with ExitStack() as stack:
-        # As one plan a layer has no stages that show.
-        stack.enter_context(patch.object(Layer, "_planned", lambda *_: None))
         for stage, functions in FUNCTIONS.items():
             for owner, function in functions:
                 stack.enter_context(patch.object(owner, function.__name__, timed(stage, function)))

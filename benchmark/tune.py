@@ -218,7 +218,6 @@ def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:
     from ssta.kernels.hopper import backward as hopper_backward
     from ssta.kernels.hopper import forward as hopper_forward
     from ssta.kernels.lowering import dq_schedule
-    from ssta.kernels.lowering.plans import Plans
 
     given = setting.q, setting.k, setting.v
     pattern = setting.blocks, setting.scale, False
@@ -233,15 +232,10 @@ def hopper_candidates(kernel: str, setting: Setting) -> list[Candidate]:
     def run():
         return hopper_backward.hopper_backward(setting.dout, None, *given, out, lse, *pattern, True)
 
-    def patched(module, name: str, value):
-        # Plans know what was there when they were written.
-        own = with_patch(hopper_backward, "_backward", Plans(hopper_backward._write_backward), run)
-        return with_patch(module, name, value, own)
-
     found = [Candidate(f"hopper_backward.constants, DS_STAGES = {value}",
-                       patched(hopper_backward, "constants", lambda *key, value=value: usual(*key) | dict(DS_STAGES=value)),
+                       with_patch(hopper_backward, "constants", lambda *key, value=value: usual(*key) | dict(DS_STAGES=value), run),
                        value == usual(setting.problem.head_dim, True)["DS_STAGES"]) for value in DS_STAGES]
-    return found + [Candidate(f"dq_schedule.STAGGER = {value}", patched(dq_schedule, "STAGGER", value), False)
+    return found + [Candidate(f"dq_schedule.STAGGER = {value}", with_patch(dq_schedule, "STAGGER", value, run), False)
                     for value in STAGGERS if value != dq_schedule.STAGGER]
 
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from .blocks import BlockLists
 from .checks import autocast_inputs, require_bool, resolve_scale
-from .memo import Kept, Unplanned
 from .notices import warn_once
 from .op import RecordedAttention, attention_operator, route_of, run_forward
-from .operators import on_device, refuse_transforms, watched
-from .routing import Route, interpreting, require_impl
-
-if TYPE_CHECKING:
-    from .lowering.plans import Plan, Planned
+from .operators import refuse_transforms, watched
+from .routing import require_impl
 
 
 @overload
@@ -80,36 +76,10 @@ def block_sparse_attention(
     """
     for name, flag in (("causal", causal), ("return_lse", return_lse), ("deterministic", deterministic)):
         require_bool(name, flag)
-    key = _key(q, k, v, blocks, causal, deterministic, impl)
-    known = None if key is None else _known.get(key)
-    if known is None:
-        q, k, v = autocast_inputs(q=q, k=k, v=v)
-        check_inputs(q, k, v, blocks)
-    out, lse = _attend(key, known, q, k, v, blocks, resolve_scale(scale, q.shape[3]), causal, deterministic, impl)
+    q, k, v = autocast_inputs(q=q, k=k, v=v)
+    check_inputs(q, k, v, blocks)
+    out, lse = _attend(q, k, v, blocks, resolve_scale(scale, q.shape[3]), causal, deterministic, impl)
     return (out, lse) if return_lse else out
-
-
-class _Known(NamedTuple):
-    """What checked arguments were routed to, and by scale the whole call as a plan; None where it can be none."""
-
-    route: Route
-    plans: dict[float, Planned | None]
-
-
-# By ``_key``: the same arguments again are neither checked nor routed.
-_known: dict[tuple, _Known] = Kept(1024)
-
-
-def _key(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, causal: bool, deterministic: bool, impl: str) -> tuple | None:
-    """All that checks and routing look at, for plain tensors that nobody watches, outside of autocast; else None."""
-    # Whatever is asked of a tensor costs a tenth of a microsecond, and there are fifty checks.
-    if not (type(q) is type(k) is type(v) is Tensor and type(blocks) is BlockLists and type(impl) is str):
-        return None
-    if watched(q, k, v) or torch.is_autocast_enabled(q.device.type):
-        return None
-    # Whether Triton interprets decides what a CPU can run, and may change.
-    return (blocks.facts, causal, deterministic, impl, q.is_cuda or interpreting(), q.dtype, q.get_device(), q.shape, q.stride(),
-            k.dtype, k.get_device(), k.shape, k.stride(), v.dtype, v.get_device(), v.shape, v.stride())
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:
@@ -141,63 +111,42 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> None:
                           ("kv_offsets", (1, kv_heads)), ("kv_lengths", (1, kv_heads))):
         x = getattr(blocks, name)
         if isinstance(x, Tensor) and (x.shape[0] not in (1, batch) or x.shape[1] not in allowed):
-            choices = " or ".join(map(str, sorted(set(allowed))))
-            raise ValueError(f"blocks.{name} must have batch 1 or {batch} and heads {choices}, got shape {tuple(x.shape)}")
+            batches, choices = (" or ".join(map(str, sorted(set(of)))) for of in ((1, batch), allowed))
+            raise ValueError(f"blocks.{name} must have batch {batches} and heads {choices}, got shape {tuple(x.shape)}"
+                             + _tokens_first(q_shape, blocks))
     for axis, offsets, count, tokens in (("q", blocks.q_offsets, blocks.num_q_blocks, q_len),
                                          ("kv", blocks.kv_offsets, blocks.num_kv_blocks, kv_len)):
         if isinstance(offsets, int) and count is not None and count != -(-tokens // offsets):
-            raise ValueError(f"blocks must have {-(-tokens // offsets)} {axis} blocks of {offsets} for {tokens} tokens, got {count}")
+            raise ValueError(f"blocks must have {-(-tokens // offsets)} {axis} blocks of {offsets} for {tokens} tokens, got {count}"
+                             + _tokens_first(q_shape, blocks))
 
 
-def _attend(
-    key: tuple | None, known: _Known | None, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool,
-    deterministic: bool, impl: str,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of arguments that have been checked; ``key`` is theirs, and what is ``known`` of it."""
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    route = None if known is None else known.route
+def _tokens_first(shape: Sequence[int], blocks: BlockLists) -> str:
+    """A hint for an error where blocks fit q ``[B, H, S, D]`` if its tokens stand where its heads should."""
+    size, heads = blocks.q_offsets, blocks.counts.shape[1]
+    if not isinstance(size, int) or shape[2] % heads or -(-shape[1] // size) != blocks.num_q_blocks:
+        return ""
+    return ("; the order of axes is [batch, heads, tokens, head_dim], so transpose(1, 2) of q, k and v may be meant, of which q came in "
+            f"the shape {tuple(shape)}")
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, deterministic: bool, impl: str
+            ) -> tuple[Tensor, Tensor]:
+    """(out, lse) of arguments that have been checked."""
+    name, route = require_impl(impl), None
+    # Who watches sees an operator, which asks the GPU when it runs.
+    if not watched(q, k, v):
+        route = route_of(name, q, k, blocks, causal, deterministic)
+        name = route.name
+        if route.slow_fallback:
+            warn_once("torch on a GPU", route.slow_fallback)
+    if name == "reference":
+        from .reference import reference_attention
+
+        return reference_attention(q, k, v, blocks, scale, causal)
     if route is None:
-        name = require_impl(impl)
-        # Who watches sees an operator, which asks the GPU when it runs.
-        if not watched(q, k, v):
-            route = route_of(name, q, k, blocks, causal, deterministic)
-            name = route.name
-            if route.slow_fallback:
-                warn_once("torch on a GPU", route.slow_fallback)
-        if name == "reference":
-            from .reference import reference_attention
-
-            return reference_attention(q, k, v, blocks, scale, causal)
-        if route is None:
-            refuse_transforms("block_sparse_attention", q=q, k=k, v=v)
-            return attention_operator(q, k, v, *blocks.to_fields(), float(scale), causal, deterministic, name)
-        if key is not None:
-            known = _known[key] = _Known(route, Kept(8))
-    if needs_grad:
+        refuse_transforms("block_sparse_attention", q=q, k=k, v=v)
+        return attention_operator(q, k, v, *blocks.to_fields(), float(scale), causal, deterministic, name)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return RecordedAttention.apply(q, k, v, blocks, scale, causal, deterministic, route)
-    if known is not None and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
-        with on_device(q):
-            if scale in known.plans:
-                planned = known.plans.get(scale)
-            else:
-                planned = known.plans[scale] = _planned(route, q, k, v, blocks, scale, causal)
-            if planned is not None:
-                out, lse = planned(q, k, v, blocks.counts, blocks.indices)
-                return out, lse
     return run_forward(route, q, k, v, blocks, scale, causal)
-
-
-def _planned(route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool) -> Planned | None:
-    """A call with such tensors as one plan; None of kernels that are no part of one, and where torch finds where ragged blocks begin."""
-    _, _, *others = blocks.to_fields()
-    if not route.in_place or any([isinstance(x, Tensor) for x in others]):
-        return None
-    from .lowering.plans import Plans
-
-    def write(plan: Plan, xs: Sequence[Any], _: Sequence[Any]) -> None:
-        q, k, v, *lists = xs
-        plan.results += route.run(q, k, v, BlockLists.trusted(*lists, *others), scale, causal)
-
-    planned = Plans(write).planned((q, k, v, blocks.counts, blocks.indices), ())
-    # Constants hold nothing yet where a capture makes them; none is known to come of blocks of one size.
-    return None if isinstance(planned, Unplanned) or planned.constants else planned

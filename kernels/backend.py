@@ -21,17 +21,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .checks import check_tensor, device_of, require_dtype
 from .eager import moves, ranking
-from .operators import TRITON, watched
-from .routing import Where, choose_route, require_impl
-
-if TYPE_CHECKING:
-    from .lowering.plans import Plans
+from .operators import TRITON, at_hand, watched
+from .routing import Where, choose_route, require_impl, rows_from
 
 STEPS = ("gather", "estimate", "score", "select", "attend", "combine", "take")
 
@@ -39,10 +37,12 @@ STEPS = ("gather", "estimate", "score", "select", "attend", "combine", "take")
 def _triton_cannot(where: Where) -> str | None:
     if not TRITON:
         return "requires triton, which is not installed"
+    if where.why_no_triton is not None:
+        return where.why_no_triton
     if where.dtype == torch.float64:
         return "requires float16, bfloat16 or float32, got torch.float64"
-    if where.why_no_triton is not None or where.device_type == "cuda":
-        return where.why_no_triton
+    if where.device_type == "cuda":
+        return None
     # The interpreter computes with numpy, which has no bfloat16.
     return "requires float16 or float32 in Triton's interpreter, got torch.bfloat16" if where.dtype == torch.bfloat16 else None
 
@@ -56,7 +56,7 @@ def _triton_tail_cannot(where: Where) -> str | None:
 
 
 def _hopper_tail_cannot(where: Where) -> str | None:
-    if where.capability != (9, 0):
+    if not where.capability == (9, 0):
         return "runs on compute capability 9.0 alone"
     if where.dtype != torch.bfloat16:
         return f"takes bfloat16, not {where.dtype}"
@@ -86,14 +86,13 @@ ROWS = (
         combine="portable.tail_combine:combine merge=hopper.tail_merge:hopper_tail_merge merge_rows=hopper.tail_merge:ROWS "
                 "matrices=hopper.tail_product:hopper_matrices",
         combine_backward="portable.tail_combine:combine_backward matrices=hopper.tail_product:hopper_matrices"), _hopper_tail_cannot),
-    Row("cudnn", {}),
     Row("triton", dict(
         gather="prologue.reorder_kernel:gather", gather_one="prologue.reorder_kernel:one",
         gather_into="prologue.reorder_kernel:gather_into", take="prologue.reorder_kernel:take",
         score="prologue.select_kernel:score", select="prologue.select_kernel:select", valid_lengths="prologue.select_kernel:valid_lengths",
         write_ring="portable.held:write_ring"), _triton_cannot),
     Row("triton", dict(
-        key_statistics="portable.tail:key_statistics", estimate="portable.tail:estimate", error_scores="portable.tail:scores",
+        key_statistics="portable.tail:key_statistics", estimate="portable.tail:estimate", error_scores="portable.tail_rows:scores",
         combine="portable.tail_combine:combine", combine_backward="portable.tail_combine:combine_backward",
         room_for_statistics="portable.held:room_for_statistics", write_statistics="portable.held:write_statistics"), _triton_tail_cannot),
     Row("torch", dict(
@@ -178,10 +177,6 @@ class Backend:
     write_statistics: Callable
     write_ring: Callable
 
-    def plans(self, write: Callable[..., Any]) -> Plans | None:
-        """A step of these steps, which ``write`` takes one after another, see ``lowering/plans.py``; None where torch runs one of them."""
-        return None if any([of.name == "torch" for of in self.chosen]) else _load("lowering.plans:Plans")(write)
-
     def score_by(self, scorer: Callable[[Tensor, Tensor], Tensor], q_means: Tensor, k_means: Tensor) -> Tensor:
         """The step "score" by a function of the user's own, from which NaN and inf in one block cannot spread to another; see
         ``eager.ranking.finite_scores``, which says what it raises."""
@@ -206,16 +201,18 @@ class Backend:
                       for step, name, rejected in self.chosen])
 
 
-def choose_backend(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+def choose_backend(impl: str, device: torch.device | str | int, dtype: torch.dtype, head_dim: int) -> Backend:
     """What ``impl`` stands for in every step: a pure function of its arguments and of the kind of GPU.
 
     "auto" takes the first row that can run a step. "hopper" and "triton" take theirs, and for what it lacks or cannot do those after it;
     "torch" and "reference" take plain torch for all steps, and "reference" attends by the specification.
 
     Raises:
+        TypeError: device or dtype is none.
         ValueError: an unknown name, or one that cannot attend on such tensors.
     """
     require_impl(impl)
+    device, dtype = device_of("device", device), require_dtype("dtype", dtype)
     if impl not in ("auto", "reference"):
         choose_route(impl, device, dtype, head_dim)
     where = Where.of(device, dtype, head_dim)
@@ -225,8 +222,8 @@ def choose_backend(impl: str, device: torch.device, dtype: torch.dtype, head_dim
 @lru_cache(maxsize=256)
 def choose(impl: str, where: Where) -> Backend:
     """The same for plain facts; attention itself may be unable to run there."""
-    names = [row.name for row in ROWS]
-    rows = ROWS if impl == "auto" else ROWS[names.index("torch" if impl == "reference" else impl):]
+    names = {row.name for row in rows_from("torch" if impl == "reference" else impl)} if impl != "auto" else ()
+    rows = [row for row in ROWS if impl == "auto" or row.name in names]
     reasons = [row.cannot(where) for row in rows]
     functions: dict[str, Callable] = {}
     chosen: dict[str, Chosen] = {}
@@ -251,7 +248,19 @@ def _load(path: str) -> Callable:
 
 def take_tokens(x: Tensor, index: Tensor, impl: str = "auto") -> Tensor:
     """The step "take" of the backend that ``impl`` stands for; where somebody watches or wants a gradient in plain torch, which is
-    differentiable."""
+    differentiable.
+
+    Args:
+        x: ``[B, H, S, D]``.
+        index: int64 ``[P]``, tokens of x, or -1 = zeros. Values are checked on a CPU alone: on a GPU the check would wait.
+
+    Raises:
+        TypeError, ValueError: the argument's name, what was required and what came.
+    """
+    check_tensor("x", x, None, (None,) * 4, "[batch, heads, tokens, head_dim]", None)
+    check_tensor("index", index, (torch.int64,), (None,), "[tokens]", x.device)
+    if index.numel() and at_hand(index) and not -1 <= int(index.min()) <= int(index.max()) < x.shape[2]:
+        raise ValueError(f"index must lie in [-1, {x.shape[2]}), got {int(index.min())} to {int(index.max())}")
     if watched(x) or torch.is_grad_enabled() and x.requires_grad:
         return moves.take(x, index)
     return choose_backend(impl, x.device, x.dtype, x.shape[3]).take(x, index)

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from . import block_forms
-from .block_fields import check_axis_values, check_list_values, settled_fields
-from .block_forms import block_bounds, describe, in_range, prefix_mask, scatter_mask
-from .checks import require_int, require_integers, require_mask
+from .block_forms import block_bounds, in_range, prefix_mask, scatter_mask
+from .checks import require_int, require_integers, require_mask, require_values
 
 # Attributes beside the fields, which the package sets on patterns that it makes itself.
 KNOWN = ("_bounds", "_covers")
+# Blocks of a printed picture at most, and what stands for a kept one and for another.
+PICTURE = (16, 48)
+KEPT, LEFT_OUT = "#", "."
 TENSORS = ("counts", "indices", "q_offsets", "kv_offsets", "q_lengths", "kv_lengths")
 
 
@@ -26,6 +28,9 @@ class BlockLists:
     ``[B or 1, H or 1]``; a 1 means shared. ``H`` is the number of query heads or of key/value heads. Wherever an int is wanted, one of
     numpy's is too.
 
+    The constructor holds the tensors themselves: what is written to them is the pattern of later calls. ``clone`` gives the same lists in
+    memory of their own, which conversions from other forms have too.
+
     Args:
         counts: int32 ``[B|1, H|1, Nq]``. How many key blocks the query block attends to; 0 is legal, and what lies outside [0, capacity]
             counts as the nearer bound.
@@ -34,7 +39,8 @@ class BlockLists:
         q_offsets: a uniform block size in tokens (the last block may be shorter), or int32 ``[Nq + 1]`` or
             ``[B|1, H|1, Nq + 1]``: block i owns the tokens from ``q_offsets[i]`` up to ``q_offsets[i + 1]``. Offsets that lead outside
             the tensors are cut there, and a block whose end lies before its start is empty.
-        kv_offsets: the same for the key blocks.
+        kv_offsets: the same for the key blocks. They must not overlap, which offsets that go back would make them do: the forward would
+            count such keys twice, and their gradients would depend on the implementation.
         q_lengths: int32 ``[Nq]`` or ``[B|1, H|1, Nq]``, or None. Only the first ``q_lengths[i]`` tokens of block i are
             real; the rows of the others give out = 0 and lse = -inf. A length outside [0, the block's tokens] counts as the nearer bound.
         kv_lengths: the same for the key blocks; the keys past it are never attended to.
@@ -65,11 +71,10 @@ class BlockLists:
     # keys. A user's tensors may be written to.
     _bounds: ClassVar[dict | None] = None
     _covers: ClassVar[tuple[int, int]] = (0, 0)
-    _facts: ClassVar[tuple | None] = None
 
     def __post_init__(self) -> None:
-        settled = settled_fields(self.counts, self.indices, self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths,
-                                 self.num_kv_blocks, self.max_q_length, self.max_kv_length)
+        settled = block_forms.settled_fields(self.counts, self.indices, self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths,
+                                             self.num_kv_blocks, self.max_q_length, self.max_kv_length)
         for name, value in settled.items():
             object.__setattr__(self, name, value)
 
@@ -87,7 +92,6 @@ class BlockLists:
         if self._bounds is None:
             vars(self)["_bounds"] = {}
         values.update(vars(self), counts=counts, indices=indices)
-        values["_facts"] = None
         if kv_lengths is not None:
             bounds = {} if starts is None else {(False, self.num_kv_blocks, tokens, self.max_kv_length): (starts, kv_lengths)}
             values.update(kv_lengths=kv_lengths, _bounds=bounds, _covers=(self._covers[0], 0))
@@ -103,12 +107,11 @@ class BlockLists:
         For use inside the package, where that is known; what is ``relisted`` from them says so too, but for other lengths.
         """
         vars(self)["_covers"] = tokens, tokens
-        vars(self)["_facts"] = None
         return self
 
     def __getstate__(self) -> dict:
         # A copy's tensors are the user's, who may write to them.
-        return {name: value for name, value in vars(self).items() if name not in (*KNOWN, "_facts")}
+        return {name: value for name, value in vars(self).items() if name not in KNOWN}
 
     # Properties
 
@@ -124,16 +127,6 @@ class BlockLists:
     @property
     def device(self) -> torch.device:
         return self.counts.device
-
-    @property
-    def facts(self) -> tuple:
-        """All that is known of these lists without reading a tensor, as a part of keys: lists with the same facts have the same work."""
-        found = self._facts
-        if found is None:
-            sizes = [x.shape if isinstance(x, Tensor) else x for x in (self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths)]
-            found = vars(self)["_facts"] = (self.device, self.indices.shape, self.counts.stride(), self.indices.stride(), *sizes,
-                                            self.num_kv_blocks, self.max_q_length, self.max_kv_length, self._covers)
-        return found
 
     def density(self) -> Tensor:
         """Fraction of the (query block, key block) pairs that are kept: a float32 scalar tensor, not synchronised."""
@@ -174,10 +167,11 @@ class BlockLists:
                 to the sequence's length, or a length beyond its block.
         """
         q_len, kv_len = require_int("q_len", q_len, 0), require_int("kv_len", kv_len, 0)
+        require_values("counts", self.counts)
         nk = self.kv_bounds(kv_len)[0].shape[-1]
-        check_list_values(self.counts, self.indices, nk)
-        check_axis_values("q", self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
-        check_axis_values("kv", self.kv_offsets, self.kv_lengths, nk, kv_len, self.max_kv_length)
+        block_forms.check_list_values(self.counts, self.indices, nk)
+        block_forms.check_axis_values("q", self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
+        block_forms.check_axis_values("kv", self.kv_offsets, self.kv_lengths, nk, kv_len, self.max_kv_length)
         return self
 
     @classmethod
@@ -212,7 +206,8 @@ class BlockLists:
 
         Ids out of range are absent, whatever the number.
         """
-        ids = block_forms.to_int32(block_forms.four_dimensional("indices", require_integers("indices", indices), "k"))
+        ids = block_forms.four_dimensional("indices", require_integers("indices", indices), "k")
+        ids = ids.clone() if ids.dtype == torch.int32 else block_forms.to_int32(ids)
         return cls(torch.full(ids.shape[:3], ids.shape[3], dtype=torch.int32, device=ids.device), ids, q_offsets, kv_offsets, **fields)
 
     def to_topk(self) -> Tensor:
@@ -246,7 +241,7 @@ class BlockLists:
         for name, value, number in (("batch", batch, self.counts.shape[0]), ("head", head, self.counts.shape[1])):
             if require_int(name, value, -number) >= number:
                 raise ValueError(f"{name} must lie in [{-number}, {number}), got {value}")
-        counts, indices = self.counts[batch, head], self.indices[batch, head]
+        counts, indices = require_values("counts", self.counts)[batch, head], self.indices[batch, head]
         indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
         indptr[1:] = counts.cumsum(0)
         return indptr, indices[prefix_mask(counts, self.capacity)]
@@ -290,7 +285,7 @@ class BlockLists:
         """Which query blocks attend to each key block, ids ascending."""
         return BlockLists.from_mask(
             self.to_mask().mT, self.kv_offsets, self.q_offsets, q_lengths=self.kv_lengths, kv_lengths=self.q_lengths,
-            max_q_length=self.max_kv_length, max_kv_length=self.max_q_length)
+            max_q_length=self.max_kv_length, max_kv_length=self.max_q_length).clone()
 
     # Places and print
 
@@ -298,6 +293,13 @@ class BlockLists:
         """The same lists on ``device``; self where they are there already."""
         moved: dict[str, Any] = {name: x.to(torch.device(device), non_blocking=non_blocking) for name, x in self._tensors().items()}
         return self if moved["counts"] is self.counts else replace(self, **moved)
+
+    def clone(self) -> BlockLists:
+        """The same lists in memory of their own."""
+        made: dict[int, Tensor] = {}
+        # Axes that share a tensor go on sharing one.
+        cloned: dict[str, Any] = {name: made.setdefault(id(x), x.clone()) for name, x in self._tensors().items()}
+        return replace(self, **cloned)
 
     def to_fields(self) -> tuple:
         """The constructor's fields as an operator takes them, tensors, ints and None: ``from_fields`` of them are these lists.
@@ -317,29 +319,30 @@ class BlockLists:
         kv_offsets = max_kv_length if kv_offsets is None else kv_offsets
         return cls(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length)
 
-    @classmethod
-    def trusted(cls, counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length, max_kv_length, *,
-                known: dict | None = None) -> BlockLists:
-        """``from_fields`` without its checks, and with what is ``known`` of the lists: for every call of a plan or a backward."""
-        new = object.__new__(cls)
-        vars(new).update(
-            known or {}, counts=counts, indices=indices, q_offsets=max_q_length if q_offsets is None else q_offsets,
-            kv_offsets=max_kv_length if kv_offsets is None else kv_offsets, q_lengths=q_lengths, kv_lengths=kv_lengths,
-            num_kv_blocks=num_kv_blocks, max_q_length=max_q_length, max_kv_length=max_kv_length)
-        return new
-
-    @property
-    def known(self) -> dict:
-        """Facts beside the fields that stay true of these tensors when they are passed on."""
-        return {name: vars(self)[name] for name in KNOWN if name in vars(self)}
-
     def __repr__(self) -> str:
         """Sizes only; reads no values, so it does not synchronise."""
-        return describe(self, values=False)
+        return self._described()
 
     def __str__(self) -> str:
         """Sizes, and on a CPU also the density and a small picture of the first batch element's and head's mask."""
-        return describe(self, values=True)
+        counts, number, text = self.counts, self.num_kv_blocks, self._described()
+        # A tensor that is fake or traced has no values.
+        if number is None or counts.device.type != "cpu" or type(counts) is not Tensor or not counts.numel():
+            return text
+        if number:
+            text = f"{text[:-1]}, density {float(self.density()):.3f})"
+        picture = self.to_mask()[0, 0, :PICTURE[0], :PICTURE[1]].tolist()
+        lines = ["".join(KEPT if kept else LEFT_OUT for kept in row) + (" ..." if number > PICTURE[1] else "") for row in picture]
+        return "\n".join([text, *lines, *["..."][:self.num_q_blocks > PICTURE[0]]])
+
+    def _described(self) -> str:
+        counts, number = self.counts, self.num_kv_blocks
+        q_size, kv_size = (f"up to {longest} tokens" if isinstance(offsets, Tensor) else f"{longest} tokens" for offsets, longest in (
+            (self.q_offsets, self.max_q_length), (self.kv_offsets, self.max_kv_length)))
+        (batch, heads, rows), capacity = counts.shape, self.capacity
+        shared = [f"{name} {size}" if size != 1 else f"any {name}" for name, size in (("batch", batch), ("heads", heads))]
+        listed = f"{capacity} key blocks" if number is None else f"{capacity} of {number} key blocks"
+        return f"BlockLists({', '.join(shared)}: {rows} query blocks of {q_size}, up to {listed} of {kv_size} each, on {counts.device})"
 
     def _tensors(self) -> dict[str, Tensor]:
         """The fields that are tensors, by name."""

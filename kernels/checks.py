@@ -19,7 +19,9 @@ def require_int(name: str, value: Any, least: int) -> int:
     if type(value) is not int and not isinstance(value, torch.SymInt):
         # An array of numpy's has __index__ too.
         if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__") or getattr(value, "shape", ()) != ():
-            raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
+            # The tracer of torch.jit makes tensors of all sizes.
+            traced = "; torch.jit.trace cannot trace this package, torch.export can" if torch._C._get_tracing_state() else ""
+            raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__}){traced}")
         value = operator.index(value)
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -34,6 +36,25 @@ def require_number(name: str, value: float) -> float:
     if isinstance(value, (bool, Tensor)) or not (isinstance(value, (int, float)) or numpy):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
     return float(value)
+
+
+def require_dtype(name: str, value: torch.dtype) -> torch.dtype:
+    """``value``, a torch.dtype."""
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name} must be a torch.dtype such as torch.bfloat16, got {value!r} ({type(value).__name__})")
+    return value
+
+
+def device_of(name: str, value: torch.device | str | int) -> torch.device:
+    """``value`` as a torch.device: one, a string, or a GPU's number."""
+    if isinstance(value, torch.device):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise TypeError(f"{name} must be a torch.device, a string or a GPU's number, got {value!r} ({type(value).__name__})")
+    try:
+        return torch.device(value)
+    except RuntimeError:
+        raise ValueError(f"{name} must be a device that torch knows, such as 'cpu' or 'cuda:0', got {value!r}") from None
 
 
 def require_bool(name: str, value: bool) -> bool:
@@ -52,7 +73,7 @@ def require_strided(name: str, x: Tensor) -> None:
 def require_mask(name: str, x: Tensor | None) -> Tensor:
     """``x``, a bool tensor."""
     if not isinstance(x, Tensor) or x.dtype != torch.bool:
-        raise TypeError(f"{name} must be a bool tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+        raise TypeError(f"{name} must be a bool tensor, got {_kind(x)}")
     require_strided(name, x)
     return x
 
@@ -60,9 +81,17 @@ def require_mask(name: str, x: Tensor | None) -> Tensor:
 def require_integers(name: str, x: Tensor | None) -> Tensor:
     """``x``, an int32 or int64 tensor."""
     if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {_kind(x)}")
     require_strided(name, x)
     return x
+
+
+def _kind(x: Any) -> str:
+    """A tensor's dtype; of anything else its type, and of what has a dtype without being a tensor both."""
+    if isinstance(x, Tensor):
+        return str(x.dtype)
+    named = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+    return f"{named} of {x.dtype}, of which torch.as_tensor makes one" if hasattr(x, "dtype") else named
 
 
 def require_values(name: str, x: Tensor) -> Tensor:
@@ -74,8 +103,7 @@ def require_values(name: str, x: Tensor) -> Tensor:
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
     """The factor on the scores that ``scale`` stands for: 1 / sqrt(head_dim) for None."""
-    if head_dim < 1:
-        raise ValueError(f"head_dim must be at least 1, got {head_dim}")
+    require_int("head_dim", head_dim, 1)
     if scale is None:
         return head_dim ** -0.5
     scale = require_number("scale", scale)
@@ -138,7 +166,8 @@ def check_tensor(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] | None, s
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if dtypes is not None and x.dtype not in dtypes:
         *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{name} must be {', '.join(others)}{' or ' if others else ''}{last}, got {x.dtype}")
+        convert = "; .int() converts it" if dtypes == (torch.int32,) and x.dtype in INTEGERS else ""
+        raise TypeError(f"{name} must be {', '.join(others)}{' or ' if others else ''}{last}, got {x.dtype}{convert}")
     require_strided(name, x)
     if x.dim() != len(shape) or any(want is not None and have != want for have, want in zip(x.shape, shape)):
         sizes = ", ".join("any" if size is None else str(size) for size in shape)

@@ -18,10 +18,6 @@ import torch
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 
 
-class Unplanned(Exception):
-    """What a plan of several steps cannot remember, such as an operator of torch that nobody has put into it."""
-
-
 class Kept(OrderedDict):
     """A dict of at most ``most`` entries: another one takes the place of the one that was used least recently.
 
@@ -120,7 +116,7 @@ def traced() -> bool:
     """Whether tensors made now belong to a graph that torch.compile traces, or are of a mode's own kind (FakeTensor, say)."""
     if torch.compiler.is_compiling():
         return True
-    return (_modes is None or _modes() > 0) and type(torch.empty(0)) is not torch.Tensor
+    return (_modes is None or _modes() > 0) and type(torch.empty(0, device="cpu")) is not torch.Tensor
 
 
 def captured() -> bool:

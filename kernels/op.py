@@ -37,7 +37,7 @@ class RecordedAttention(torch.autograd.Function):
         # All are saved, so that writing to one of them before the backward is an error.
         ctx.save_for_backward(q, k, v, out, lse, *pattern[:6])
         ctx.sizes, ctx.options = pattern[6:], (scale, causal, deterministic)
-        ctx.route, ctx.known = route, blocks.known
+        ctx.route = route
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -51,7 +51,7 @@ class RecordedAttention(torch.autograd.Function):
         if watched(dout, q, k, v) or dlse is not None and watched(dlse):
             grads = _backward(dout, dlse, q, k, v, out, lse, *pattern, *ctx.sizes, *ctx.options, ctx.route.name)
             return *grads, *(None,) * 5
-        blocks = BlockLists.trusted(*pattern, *ctx.sizes, known=ctx.known)
+        blocks = BlockLists.from_fields(*pattern, *ctx.sizes)
         with on_device(q):
             return *ctx.route.run_backward(dout, dlse, q, k, v, out, lse, blocks, *ctx.options), *(None,) * 5
 

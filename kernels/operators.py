@@ -141,6 +141,11 @@ def watched(*tensors: Tensor) -> bool:
     return bool(keys & ~_plain_keys(tensors[0].device.type)) or forward_ad._current_level >= 0
 
 
+def at_hand(x: Tensor) -> bool:
+    """Whether x's values can be read without a wait: those of a plain tensor on a CPU that nobody watches."""
+    return x.device.type == "cpu" and not watched(x)
+
+
 def on_device(x: Any) -> AbstractContextManager:
     """A context in which x's GPU is the current one, on which Triton launches, and in which autocast rounds nothing. x: a tensor, or what
     will be one."""

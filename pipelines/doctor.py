@@ -118,8 +118,8 @@ class Checked(NamedTuple):
 def self_check(device: torch.device, dtype: torch.dtype) -> Iterator[Checked]:
     """A small layer whose tiles have many lengths, with text, forward and backward, without an estimate and with one, against float64."""
     layout = TokenLayout((VideoGrid(6, 9, 20), DenseRun(13)))
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = torch.randn(4, 1, 2, layout.length, 128, generator=generator).to(dtype)
+    cpu: dict[str, Any] = dict(generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
+    q, k, v, dout = torch.randn(4, 1, 2, layout.length, 128, **cpu).to(dtype)
     for compensation in ("none", "linear"):
         config = SSTAConfig(tile_thw=(4, 4, 8), kernel_thw=(1, 1, 1), sparse_type="block_attn", density=0.3, compensation=compensation)
 

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .attention import prepare, ssta_3d_attention, ssta_attention
+from .attention import ssta_3d_attention, ssta_attention
 from .cache import TileCache
 from .config import SSTAConfig
 from .dense import dense_attention
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 _LAZY = {"explain": "report", "plot_block_mask": "plot", "plot_selection": "plot"}
 
 __all__ = ["DenseRun", "SSTAConfig", "TextMask", "TileCache", "TileLayout", "TokenLayout", "VideoGrid", "dense_attention", "explain",
-           "plot_block_mask", "plot_selection", "prepare", "sparse_linear_attention", "ssta_3d_attention", "ssta_attention", "tile_layout",
+           "plot_block_mask", "plot_selection", "sparse_linear_attention", "ssta_3d_attention", "ssta_attention", "tile_layout",
            "video_sparse_attention"]
 
 

@@ -1,28 +1,24 @@
-"""ssta_3d_attention, ssta_attention and prepare: public signatures, and the one way from there to a layer."""
+"""ssta_3d_attention and ssta_attention: public signatures, and the one way from there to a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
 from torch import Tensor
 
-from .config import SSTAConfig
-from .inputs import check_query, described
+from .config import SSTAConfig, in_effect
+from .inputs import described
 from .kernels import BlockLists
-from .kernels.checks import autocast_inputs, require_bool, require_int
-from .kernels.memo import captured, remember_plain
-from .layer import Layer
+from .kernels.checks import require_bool
+from .kernels.memo import remember_plain
 from .layout import Input
-from .op import in_autocast, layer_of, run_layer, world_of
+from .op import in_autocast, run_layer, world_of
 from .ranks.agreement import said_to
 from .ranks.rings import shares_of
 from .result import LayerResult
 from .selection import Selection
-from .sequence import TokenLayout, require_layout
-from .spec import LayerSpec
+from .sequence import TokenLayout
 from .text import TextMask
 
 if TYPE_CHECKING:
@@ -35,7 +31,7 @@ def attend(
     query: Any, key: Any, value: Any, layout: TokenLayout, config: SSTAConfig, *, kv_layout: TokenLayout | None = None,
     text_mask: Tensor | TextMask | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
     selection: Selection | None = None, rows: tuple[tuple[int, int], ...] | None = None, means: bool = False, by_thw: bool = False,
-    shares: Shares | None = None, note: Callable[[str], object] = lambda step: None, layers: Callable[[LayerSpec], Layer] = layer_of,
+    shares: Shares | None = None, note: Callable[[str], object] = lambda step: None,
 ) -> LayerResult:
     """``ssta_attention`` with all that it knows of itself; the same arguments, results and errors. For use inside the package.
 
@@ -46,29 +42,28 @@ def attend(
         means: give the means of the video tiles too; differentiable.
         by_thw: layout was given as thw and text_len, which errors name.
         shares: how ranks share ``layout`` out.
-        layers: gives the layer of a spec, on one rank.
         note: on ranks, called when "arrived" is launched, after which a rank has its heads, and when "attended" is, before they go back.
     """
     query, key, value = in_autocast(query, key, value)
     world = world_of(query, key, value, text_mask)
     spec = described(query, key, value, layout, config, kv_layout=kv_layout, text_mask=text_mask, scale=scale, deterministic=deterministic,
-                     impl=impl, rows=rows, means=means, by_thw=by_thw, world=world, share=shares)
+                     impl=impl, rows=rows, means=means, by_thw=by_thw, recorded=world.recorded, share=shares)
     if shares is None:
-        return run_layer(query, key, value, spec, world, text_mask, selection, layers=layers)
+        return run_layer(query, key, value, spec, world, text_mask, selection)
     exchange = shares.exchanged(query, key, value, spec, text_mask, note)
     # Held here by nobody, what arrived is gone once the layer has read it.
     del query, key, value
     world = world_of(*exchange.arriving, text_mask)
-    result = run_layer(*exchange.take(), exchange.spec, world, text_mask, selection, layers=partial(layer_of, around=exchange.around),
-                       note=note)
+    result = run_layer(*exchange.take(), exchange.spec, world, text_mask, selection, around=exchange.around, note=note)
     result.out = exchange.back(result.out)
     return result
 
 
 def ssta_3d_attention(
     query: Tensor, key: Tensor, value: Tensor, thw: tuple[int, int, int], topk: int | None = SSTAConfig.topk,
-    tile_thw: tuple[int, int, int] = SSTAConfig.tile_thw, kernel_thw: tuple[int, int, int] = SSTAConfig.kernel_thw, text_len: int = 0,
-    sparse_type: str | None = SSTAConfig.sparse_type, threshold: float = SSTAConfig.threshold, *, lambda_: float = SSTAConfig.lambda_,
+    tile_thw: tuple[int, int, int] = SSTAConfig.tile_thw, kernel_thw: tuple[int, int, int] | None = SSTAConfig.kernel_thw,
+    text_len: int = 0, sparse_type: str | None = SSTAConfig.sparse_type, threshold: float = SSTAConfig.threshold, *,
+    lambda_: float = SSTAConfig.lambda_,
     sampling_type: str | Callable[[Tensor, Tensor], Tensor] | None = SSTAConfig.sampling_type, pad_type: str = SSTAConfig.pad_type,
     text_mask: Tensor | TextMask | None = None, mask_share_within_head: bool = SSTAConfig.mask_share_within_head,
     adaptive_pool: tuple[int, int, int] | None = SSTAConfig.adaptive_pool, density: float | None = SSTAConfig.density,
@@ -85,16 +80,17 @@ def ssta_3d_attention(
         value: ``[B, Hkv, S, D]``.
         thw: tokens of the video along t, h, w.
         text_len: tokens of text at the end. They attend to everything, and everything attends to them.
-        text_mask: bool or integer ``[B, text_len]``, nonzero = valid, the valid tokens first (which is not checked: it would wait for the
-            device). With pad_type "none" invalid tokens are not attended to and their rows give zeros; with "zero" and "repeat"
-            only whole tiles of invalid text are left out, as published.
+        text_mask: bool or integer ``[B, text_len]``, nonzero = valid, the valid tokens first. The order is checked on a CPU alone: on a GPU
+            the check would wait. With pad_type "none" invalid tokens are not attended to and their rows give zeros; with "zero" and
+            "repeat" only whole tiles of invalid text are left out, as published.
         scale: factor on the scores; default 1 / sqrt(D).
         deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
         impl: which implementation runs each step; "auto" chooses by device, dtype and shape.
         group: the ranks that share the video out. query, key, value and the result then hold this rank's ``torch.tensor_split`` share of
             the video's tokens and all of the text; thw, text_len and text_mask are the whole sequence's. See ``ssta_attention``.
         topk, tile_thw, kernel_thw, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool,
-            density: what is attended to; see ``SSTAConfig``.
+            density: what is attended to; see ``SSTAConfig``. Published code gives all of them always: with sparse_type "block_attn" there
+            is no window whatever kernel_thw says, and with "sta" no budget whatever topk and threshold say.
         compensation, compensation_parts: what the rest of the video contributes; see ``SSTAConfig``.
 
     Returns:
@@ -104,11 +100,12 @@ def ssta_3d_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
+    kernel_thw, topk, threshold = in_effect(kernel_thw, topk, threshold, sparse_type)
     values = (tile_thw, kernel_thw, topk, sparse_type, threshold, lambda_, sampling_type, pad_type, mask_share_within_head, adaptive_pool,
               None, density, compensation, compensation_parts)
     # Equal triples of other numbers, and functions, which may hold what memory there is, are not remembered.
     named = sampling_type is None or type(sampling_type) is str
-    plain = named and _ints(tile_thw) and _ints(kernel_thw) and (adaptive_pool is None or _ints(adaptive_pool))
+    plain = named and _ints(tile_thw) and (kernel_thw is None or _ints(kernel_thw)) and (adaptive_pool is None or _ints(adaptive_pool))
 
     def made() -> tuple[TokenLayout, SSTAConfig, Shares | None]:
         config = _config(*values) if plain else SSTAConfig(*values)
@@ -168,7 +165,8 @@ def ssta_attention(
         kv_layout: what the sequence of key and value consists of where it is another than the queries', as with keys that were cached; the
             layout is then of query alone. Windows stay inside a grid that both have: their video grids are compared from the last one
             backwards, and one of the same (t, h, w) on both sides is the same grid. The budget and density choose among all video tiles of
-            kv_layout, whose dense runs are always attended to. Needs pad_type "none". text_mask is then of kv_layout's dense runs.
+            kv_layout, whose dense runs are always attended to. Needs pad_type "none". text_mask is then of kv_layout's dense runs. Rows of
+            invalid tokens give zeros only where kv_layout equals layout; of another one the mask says nothing about rows.
         config: what is attended to. Its variants are resolved by the grid with the most frames.
         text_mask: bool or integer ``[B, layout.dense_length]`` over the tokens of all dense runs in their order, nonzero = valid, in
             each run the valid tokens first. What it does depends on pad_type as in ``ssta_3d_attention``. Layers that share one may share
@@ -200,77 +198,5 @@ def ssta_attention(
     shares = None if group is None else said_to(group, lambda: shares_of(group, layout, split))
     result = attend(query, key, value, layout, config, kv_layout=kv_layout, text_mask=text_mask, scale=scale, deterministic=deterministic,
                     impl=impl, shares=shares)
-    # A copy, which knows nothing of tensors that its owner may write to.
-    return (result.out, BlockLists.from_fields(*result.selection.blocks.to_fields())) if return_blocks else result.out
-
-
-def prepare(
-    layout: TokenLayout, config: SSTAConfig, *, like: Tensor, kv_layout: TokenLayout | None = None, key_heads: int | None = None,
-    scale: float | None = None, deterministic: bool = True, impl: str = "auto",
-) -> PreparedLayer:
-    """``ssta_attention`` in two parts: this one finds all that does not depend on tensors' values, and ``layer(q, k, v, text_mask)`` runs.
-
-    ``ssta_attention`` does the same and remembers the 64 layers used last; who holds one decides himself how long it lives.
-
-    Args:
-        layout, config, kv_layout, scale, deterministic, impl: as ``ssta_attention`` takes them.
-        like: a query such as will come, ``[B, H, S, D]`` of any batch: its heads, head_dim, dtype and device count.
-        key_heads: Hkv; None = H.
-
-    Returns:
-        A PreparedLayer. It may be called with other batches, with gradients and without, and under torch.compile.
-
-    Raises:
-        TypeError, ValueError: the argument's name, what was required and what came.
-    """
-    query = autocast_inputs(like=like)[0].detach()
-    check_query("like", query, layout)
-    tokens = layout.length if kv_layout is None else require_layout("kv_layout", kv_layout).length
-    heads = query.shape[1] if key_heads is None else require_int("key_heads", key_heads, 1)
-    key = query.new_empty(1, device=query.device).expand(query.shape[0], heads, tokens, query.shape[3])
-    spec = described(query, key, key, layout, config, kv_layout=kv_layout, scale=scale, deterministic=deterministic, impl=impl)
-    return PreparedLayer(spec)
-
-
-class PreparedLayer:
-    """A layer of attention that its user holds, ready to run: what follows from the layouts, the configuration and the kind of tensors is
-    found once, and lives as long as this object. Made by ``ssta.prepare``.
-
-    Attributes:
-        spec: what it is.
-        tiles: how the queries' sequence is cut into tiles.
-        backend: which implementation runs each step, and why no faster one.
-    """
-
-    def __init__(self, spec: LayerSpec) -> None:
-        self.spec = spec
-        self._layers: dict[LayerSpec, Layer] = {}
-        layer = self._layer_of(spec)
-        self.tiles, self.backend = layer.tiles, layer.backend
-
-    def _layer_of(self, spec: LayerSpec) -> Layer:
-        """The layer of a call's spec, which must be this one's but for whether a gradient is wanted."""
-        found = self._layers.get(spec)
-        if found is not None:
-            return found
-        if spec._replace(recorded=False) != self.spec:
-            ours, theirs = ((of.dtype, of.heads, of.kv_heads, of.head_dim, of.device) for of in (self.spec, spec))
-            raise ValueError(f"query and key must be of the dtype, heads, key heads, head_dim and device that the layer was prepared for, "
-                             f"{ours}, got {theirs}")
-        if captured():
-            # Tensors that are made now belong to the graph.
-            return Layer(spec)
-        # A tensor made in inference mode could not be saved for a later backward pass.
-        with torch.inference_mode(False), torch.no_grad():
-            found = self._layers[spec] = Layer(spec)
-        return found
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, text_mask: Tensor | TextMask | None = None) -> Tensor:
-        """``ssta_attention`` of these tensors: ``[B, H, S, D]`` in query's dtype.
-
-        Raises:
-            TypeError, ValueError: what ``ssta_attention`` raises, or tensors of another kind than the layer was prepared for.
-        """
-        of = self.spec
-        return attend(query, key, value, of.layout, of.config, kv_layout=None if of.kv_layout == of.layout else of.kv_layout,
-                      text_mask=text_mask, scale=of.scale, deterministic=of.deterministic, impl=of.impl, layers=self._layer_of).out
+    # Later calls read what a selection is made of; the caller may write to his copy.
+    return (result.out, result.selection.blocks.clone()) if return_blocks else result.out

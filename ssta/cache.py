@@ -16,7 +16,7 @@ from .cache_op import compiling, recount, run_chunk
 from .checks import require_device, require_function, require_triple
 from .config import SSTAConfig
 from .inputs import check_tensors
-from .kernels.checks import autocast_inputs, require_bool, require_int, resolve_scale
+from .kernels.checks import autocast_inputs, require_bool, require_int, require_values, resolve_scale
 from .kernels.operators import on_device, refuse_transforms
 from .kernels.routing import require_impl
 from .ranks.agreement import said_to
@@ -68,9 +68,9 @@ class TileCache:
         chunk: the most frames of a chunk; None = those of the first call. Of those that are kept only the first may have fewer.
         text: the most tokens of text, which everything attends to, exactly and always.
         rotary: ``f(key, first)``, which applies positions to keys ``[B, Hkv, n * h * w, D]`` of n frames, the number of the first one being
-            the int64 tensor ``first``, on the device; without a wait and in new memory. Given one, ``attend`` takes keys without positions,
-            and the sink's are moved along: it ends where the window begins. As rotary scores depend on the distance alone, that is the same
-            as counting the frames that are held from 0 on.
+            the int64 tensor ``first``, on the device; without a wait and in new memory, not written over ``key``. Given one, ``attend``
+            takes keys without positions, and the sink's are moved along: it ends where the window begins. As rotary scores depend on the
+            distance alone, that is the same as counting the frames that are held from 0 on.
         scale: factor on the scores; default 1 / sqrt(D).
         impl: as of ``ssta_attention``.
         group: ranks that share out a chunk's tokens, all of them in one run by ``torch.tensor_split``'s rule. Each gives its tokens of all
@@ -224,6 +224,7 @@ class TileCache:
         if self._memory is None:
             raise ValueError("contents must be asked for after a first call, got a cache without memory")
         storage = self._memory.storage
+        require_values("contents", storage.k)
         frames, *rest = (x.tolist() for x in storage.counts)
         found = list(self._memory.ring.in_sequence(frames, *[number for number, in rest]))
         places = torch.cat([torch.zeros(0, dtype=torch.int64, device=storage.k.device), *[places for _, places in found]])
@@ -249,18 +250,22 @@ class TileCache:
     def to(self, device: torch.device | str) -> TileCache:
         """Moves it to another device, in place; returns itself."""
         device = require_device("device", device)
-        if self._memory is not None and self._memory.spec.device != device:
-            self.load_state_dict(self.state_dict(), device)
+        memory = self._memory
+        if memory is not None and memory.spec.device != device:
+            self.load_state_dict(self._state(memory.state, memory), device)
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """What is held, as tensors, which are its own, and plain numbers: keys, values and where they lie; what is known of tiles follows
-        from these."""
+        """What is held, as plain numbers and as tensors in memory of their own, which later calls leave alone: keys, values and where they
+        lie. The statistics of tiles follow from these."""
         memory = self._memory
         if memory is None:
             return {}
-        return {**memory.state, "geometry": tuple(memory.geometry), "heads": memory.spec.heads, "first": self._first,
-                "number": self._kept}
+        with torch.no_grad():
+            return self._state({name: x.clone() for name, x in memory.state.items()}, memory)
+
+    def _state(self, tensors: dict[str, Tensor], memory: Memory) -> dict[str, Any]:
+        return {**tensors, "geometry": tuple(memory.geometry), "heads": memory.spec.heads, "first": self._first, "number": self._kept}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str | None = None) -> None:
         """Takes over what ``state_dict`` of a cache with these settings gave.
@@ -317,7 +322,11 @@ class TileCache:
 
     def _rotated(self, key: Tensor, first: Tensor) -> Tensor:
         assert self.rotary is not None
-        found = self.rotary(key, first)
+        checked = not (key.is_inference() or compiling())
+        version = key._version if checked else 0
+        found = self.rotary(key, first.clone())
+        if checked and key._version != version:
+            raise ValueError("rotary must return keys in new memory, got a function that writes over the keys it is given")
         if not isinstance(found, Tensor) or found.shape != key.shape or found.dtype != key.dtype:
             raise ValueError(f"rotary must return keys of shape {tuple(key.shape)} and {key.dtype}, got "
                              f"{(tuple(found.shape), found.dtype) if isinstance(found, Tensor) else type(found).__name__}")

@@ -33,8 +33,8 @@ def checked_config(config: SSTAConfig) -> SSTAConfig:
     if not isinstance(config, SSTAConfig):
         raise TypeError(f"config must be an SSTAConfig or None, got {type(config).__name__}")
     for of in (config, *[variant for _, variant in config._resolved]):
-        for name, value, free in (("pad_type", of.pad_type, "none"), ("adaptive_pool", of.pool_cells, None), ("budget", of.budget, None)):
-            if value != free:
+        for name, free in (("pad_type", "none"), ("threshold", 0), ("adaptive_pool", None), ("budget", None)):
+            if (value := getattr(of, name)) != free:
                 raise ValueError(f"{name} must be {free!r} in a cache, got {value!r}")
         if of.selected_by == "sta" or of.scored_by == "importance":
             raise ValueError("sparse_type must not be 'sta' nor sampling_type 'importance' in a cache, whose tiles come and go, got "

@@ -53,7 +53,7 @@ class Memory:
         """For a chunk of so many frames; a window is that of the longest."""
         config = self.spec.config
         if frames < self.geometry.chunk and config.selected_by == "ssta":
-            config = replace(config, sparse_type="block_attn")
+            config = replace(config, sparse_type="block_attn", kernel_thw=None)
         return self.spec._replace(layout=TokenLayout.video_text(self.geometry.thw(frames)), config=config)
 
     def chunk(self, frames: int) -> Chunk:

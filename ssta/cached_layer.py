@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .budget import counts_at
 from .config import SSTAConfig
-from .kernels.memo import Unplanned, remember
+from .kernels.memo import remember
 from .layer import HeldKeys, Tiled, prepared
 from .ring import ChunkPlaces, Counts, Geometry, chunk_places, ring_of, spread
 from .scoring import descriptors
@@ -20,7 +19,6 @@ from .selection import Selection
 from .spec import LayerSpec
 
 if TYPE_CHECKING:
-    from .kernels.lowering.plans import Plan
     from .kernels.tail import KeyStatistics
 
 
@@ -82,8 +80,6 @@ class CachedLayer:
         self.every_unit = torch.arange(tiles.num_tiles * self.parts, device=device)
         # Statistics of no tiles, by which those of a cache are put together again.
         self.none = self._room(torch.zeros(1, spec.kv_heads, 0, spec.head_dim, dtype=spec.dtype, device=device), 0)
-        # Where kernels do everything, all steps of a call are planned as one; torch moves a chunk that is shorter than others.
-        self._whole = self.backend.plans(self._write) if self.places.whole else None
 
     def _room(self, k: Tensor, tiles: int) -> KeyStatistics | None:
         """For statistics of so many tiles of keys such as k."""
@@ -103,7 +99,9 @@ class CachedLayer:
         spec, ring = self.spec, self.ring
         shape, tiles = (batch, spec.kv_heads), ring.tiles
         k, v = (torch.zeros(*shape, tiles.num_slots, spec.head_dim, dtype=spec.dtype, device=ring.device) for _ in range(2))
-        k_means = torch.zeros(*shape, tiles.num_video_tiles, spec.head_dim, device=ring.device) if _by_means(spec) else None
+        k_means = None
+        if _by_means(spec):
+            k_means = torch.zeros(*shape, tiles.num_video_tiles, spec.head_dim, dtype=torch.float32, device=ring.device)
         storage = Storage(ring.new_counts(), k, v, k_means, self._room(k, tiles.num_video_tiles))
         self.clear(storage)
         return storage
@@ -138,23 +136,6 @@ class CachedLayer:
             dense: everything exactly.
             describe: even so, put what is known of the chunk's tiles where ``keep`` finds it.
         """
-        if self._whole is not None:
-            held = (storage.k, storage.v, lengths, k_per_row, *storage.known)
-            planned = self._whole.planned((query, key, value), held, dense, describe)
-            if not isinstance(planned, Unplanned):
-                return planned(query, key, value, *[x for x in held if x is not None])[0]
-        return self._steps(query, key, value, storage, lengths, k_per_row, dense, describe)
-
-    def _write(self, plan: Plan, xs: Sequence[Any], held: Sequence[Any], dense: bool, describe: bool) -> None:
-        """The plan of ``attend``."""
-        (query, key, value), (k, v, lengths, k_per_row, *known) = xs, held
-        storage = self.storage([k, v, *self.ring.new_counts(), *known])
-        plan.results.append(self._steps(query, key, value, storage, lengths, k_per_row, dense, describe))
-        self.layer.keep_constants(plan)
-
-    def _steps(self, query: Tensor, key: Tensor, value: Tensor, storage: Storage, lengths: Tensor, k_per_row: Tensor | None, dense: bool,
-               describe: bool) -> Tensor:
-        """``attend``, one step after the other."""
         move, k, v = self.layer.tiles.move, self.ring.tokens(storage.k)[1], self.ring.tokens(storage.v)[1]
         if self.places.whole:
             q, q_means, k_means = self.backend.gather_into(query, key, value, move, k, v)

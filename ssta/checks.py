@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels.checks import require_int, require_number
+from .kernels.checks import device_of, require_int, require_number
 from .kernels.memo import traced
 
 # Beyond it no index of a token fits into 32 bits.
@@ -86,12 +86,7 @@ def require_function(name: str, function: Callable, *arguments: str) -> Callable
 
 def require_device(name: str, device: torch.device | str) -> torch.device:
     """``device`` as one that exists, a GPU with its number."""
-    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
-        raise TypeError(f"{name} must be a torch.device, a string or a GPU's number, got {device!r} ({type(device).__name__})")
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"{name} must be a device that torch knows, such as 'cpu' or 'cuda:0', got {device!r}") from None
+    found = device_of(name, device)
     if found.type != "cuda":
         return found
     if not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count():

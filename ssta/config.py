@@ -13,15 +13,18 @@ from torch import Tensor
 
 from .checks import require_choice, require_function, require_int, require_share, require_tile, require_triple
 from .kernels.checks import require_bool
-from .scoring import RULES
 
 SPARSE_TYPES = ("sta", "block_attn", "moba", "ssta")
+# The names of rules, which are in ``scoring.RULES``.
+SAMPLING_TYPES = ("similarity", "importance", "error")
 COMPENSATIONS = ("none", "linear")
 PAD_TYPES = ("none", "zero", "repeat")
 # A tile has a mean for each cell.
 MOST_CELLS = 4096
 # Tiles of the budget where neither topk nor density is given.
 TOPK = 64
+# The window where one is kept and none is given, and what is no window.
+WINDOW, NO_WINDOW = (3, 3, 3), (1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,12 @@ class SSTAConfig:
 
     Args:
         tile_thw: tokens of a tile along t, h, w. Dense runs are cut into tiles of as many tokens.
-        kernel_thw: the local window, in tiles along t, h, w; an even entry k reaches as far as k + 1. It may exceed any video. Without
-            effect where the budget alone selects.
+        kernel_thw: the local window, in tiles along t, h, w; an even entry k reaches as far as k + 1. It may exceed any video. None =
+            (3, 3, 3) where a window is kept. Where the budget alone selects, there is none to give but (1, 1, 1), which is no window.
         topk: key tiles that the budget gives to each query tile (with ``threshold``: at most). It may exceed the tiles
             there are, which then are all kept. None = 64, or whatever ``density`` leaves to the budget.
-        sparse_type: "sta" = window only; "block_attn" (also spelled "moba") = budget only; "ssta" = both. None = "block_attn" with a
-            compensation, which estimates most of a window well enough, else "ssta".
+        sparse_type: "sta" = window only, without topk, threshold and budget; "block_attn" (also spelled "moba") = budget only; "ssta" =
+            both. None = "block_attn" with a compensation, which estimates most of a window well enough, else "ssta".
         threshold: cumulative softmax mass in [0, 1) at which the budget stops; 0 = always ``topk`` tiles. Not with importance. Of tiles
             whose softmax underflows the better scored come first; the published code leaves that to an unstable sort.
         lambda_: weight in [0, 1] of similarity against redundancy, for importance.
@@ -63,7 +66,7 @@ class SSTAConfig:
     """
 
     tile_thw: tuple[int, int, int] = (6, 8, 8)
-    kernel_thw: tuple[int, int, int] = (3, 3, 3)
+    kernel_thw: tuple[int, int, int] | None = None
     topk: int | None = None
     sparse_type: str | None = None
     threshold: float = 0.0
@@ -83,7 +86,8 @@ class SSTAConfig:
 
     def __post_init__(self) -> None:
         self._settle("tile_thw", require_tile("tile_thw", self.tile_thw))
-        self._settle("kernel_thw", require_triple("kernel_thw", self.kernel_thw))
+        if self.kernel_thw is not None:
+            self._settle("kernel_thw", require_triple("kernel_thw", self.kernel_thw))
         if self.topk is not None:
             self._settle("topk", require_int("topk", self.topk, 1))
         if self.sparse_type is not None:
@@ -94,7 +98,7 @@ class SSTAConfig:
         if callable(self.sampling_type):
             require_function("sampling_type", self.sampling_type, "q_descriptors", "k_descriptors")
         elif self.sampling_type is not None:
-            require_choice("sampling_type", self.sampling_type, tuple(RULES), " or a function of (q_descriptors, k_descriptors)")
+            require_choice("sampling_type", self.sampling_type, SAMPLING_TYPES, " or a function of (q_descriptors, k_descriptors)")
         require_choice("pad_type", self.pad_type, PAD_TYPES)
         require_bool("mask_share_within_head", self.mask_share_within_head)
         if self.adaptive_pool is not None:
@@ -105,9 +109,11 @@ class SSTAConfig:
             if not callable(self.budget):
                 raise TypeError(f"budget must be None or a function of the scores, got {self.budget!r}")
             require_function("budget", self.budget, "scores")
-            if self.threshold > 0:
-                raise ValueError(f"threshold must be 0 with a budget of your own, which replaces it, got {self.threshold}")
+            for name, free in (("topk", None), ("threshold", 0)):
+                if getattr(self, name) != free:
+                    raise ValueError(f"{name} must be {free} with a budget of your own, which replaces it, got {getattr(self, name)}")
         self._check_compensation()
+        self._check_window()
         self._check_density()
         if not isinstance(self.variants, (tuple, list)):
             raise TypeError(f"variants must be a tuple of (max_frames, overrides), got {self.variants!r}")
@@ -140,13 +146,27 @@ class SSTAConfig:
             raise ValueError("mask_share_within_head must be False with a compensation, whose estimates are each head's own, got True with "
                              f"compensation {self.compensation!r}")
         if self.threshold > 0 and self.scored_by in ("importance", "error"):
-            raise ValueError(f"threshold must be 0 with sampling_type {self.scored_by!r}, whose scores are no logits, got {self.threshold}")
+            chosen = "" if self.sampling_type else ", which a compensation chooses tiles by where no other is given"
+            raise ValueError(f"threshold must be 0 with sampling_type {self.scored_by!r}{chosen}: a threshold is a share of the softmax of "
+                             f"similarities, got {self.threshold}; sampling_type='similarity' has them, and density bounds any score")
         if self.scored_by == "error":
             if self.compensation == "none":
                 raise ValueError("sampling_type 'error' must come with a compensation, whose error it is, got 'none'")
             if self.adaptive_pool is not None:
                 raise ValueError("adaptive_pool must be None with sampling_type 'error', which has no descriptors, "
                                  f"got {self.adaptive_pool}")
+
+    def _check_window(self) -> None:
+        """That nothing was given of a window that is not kept, or of a budget that is not asked."""
+        if self.selected_by == "block_attn" and self.kernel_thw not in (None, NO_WINDOW):
+            estimated = "" if self.sparse_type else f" and compensation {self.compensation!r}"
+            raise ValueError("kernel_thw must come with sparse_type='ssta' where no window is kept, got kernel_thw = "
+                             f"{self.kernel_thw} with sparse_type {self.sparse_type!r}{estimated}")
+        if self.selected_by == "sta":
+            for name, free in (("topk", None), ("threshold", 0), ("budget", None)):
+                if getattr(self, name) != free:
+                    raise ValueError(f"{name} must be {free} with sparse_type 'sta', which selects by the window alone, got "
+                                     f"{getattr(self, name)}")
 
     def _check_density(self) -> None:
         if self.density is None:
@@ -208,6 +228,11 @@ class SSTAConfig:
         return callable(self.sampling_type) or self.budget is not None
 
     @property
+    def window(self) -> tuple[int, int, int]:
+        """``kernel_thw``, or what None stands for."""
+        return WINDOW if self.kernel_thw is None else self.kernel_thw
+
+    @property
     def row_topk(self) -> int:
         """``topk``, or what None stands for without a density."""
         return TOPK if self.topk is None else self.topk
@@ -244,6 +269,22 @@ class SSTAConfig:
         return cls(tile_thw=(6, 8, 8), kernel_thw=(3, 3, 3), topk=64, sparse_type="ssta", sampling_type="importance", lambda_=0.7,
                    pad_type="zero", mask_share_within_head=False,
                    variants=((1, {"tile_thw": (1, 16, 24), "kernel_thw": (1, 1, 1)}), (31, {"topk": 32})))
+
+
+def in_effect(kernel_thw: tuple[int, int, int] | None, topk: int | None, threshold: float, sparse_type: str | None
+              ) -> tuple[tuple[int, int, int] | None, int | None, float]:
+    """(kernel_thw, topk, threshold) of ``ssta_3d_attention``, checked. Published code always gives all three, so those without an effect
+    under a named ``sparse_type`` are left out. Without a name all stay, and ``SSTAConfig`` refuses them."""
+    named = sparse_type if isinstance(sparse_type, str) else ""
+    if named in ("block_attn", "moba") and kernel_thw is not None:
+        require_triple("kernel_thw", kernel_thw)
+        kernel_thw = None
+    if named == "sta":
+        if topk is not None:
+            require_int("topk", topk, 1)
+        require_share("threshold", threshold, "[0, 1)")
+        topk, threshold = None, 0.0
+    return kernel_thw, topk, threshold
 
 
 # Functions that configurations name and compiled graphs call by their numbers, for as long as the process lives.

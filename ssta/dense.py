@@ -8,6 +8,7 @@ from .attention import attend
 from .config import SSTAConfig
 from .inputs import check_query
 from .result import LayerResult
+from .selection import Selection
 from .sequence import DenseRun, TokenLayout, require_layout
 from .text import TextMask
 
@@ -48,4 +49,7 @@ def dense_attention(
         text_mask = TextMask.of(text_mask, query.shape[0], layout, query.device).whole()
     else:
         text_mask = None
-    return attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl, rows=rows)
+    result = attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl, rows=rows)
+    # Later calls read the same lists; the caller may write to his copy.
+    result.selection = Selection(result.selection.blocks.clone(), result.selection.useful)
+    return result

@@ -11,75 +11,34 @@ from torch import Tensor
 from .checks import require_kind
 from .config import SSTAConfig
 from .kernels import Deferred
-from .kernels.checks import require_bool, require_int, require_strided, resolve_scale
-from .kernels.memo import Kept
+from .kernels.checks import DTYPES, require_bool, require_int, require_strided, resolve_scale
 from .kernels.routing import require_impl
 from .sequence import TokenLayout, require_layout
 from .spec import LayerSpec
 from .text import TextMask
 
 if TYPE_CHECKING:
-    from .op import World
     from .ranks.shares import Shares
-
-# Specs by all that is known of a call's arguments beside their values: the same again are neither checked nor described anew.
-_known: dict[tuple, LayerSpec] = Kept(256)
 
 
 def described(
     query: Any, key: Any, value: Any, layout: Any, config: Any, *, kv_layout: Any = None, text_mask: Any = None, scale: Any = None,
     deterministic: Any = True, impl: Any = "auto", rows: Any = None, means: bool = False, by_thw: bool = False,
-    world: World | None = None, share: Shares | None = None,
+    recorded: bool = False, share: Shares | None = None,
 ) -> LayerSpec:
     """The layer that a call is of, after all checks. The arguments are those of ``attention.attend``, the tensors in autocast's dtype.
 
     Args:
-        world: in which the tensors come; None = nobody wants a gradient, and nothing is remembered.
+        recorded: whether a gradient is wanted.
         share: what this rank has of ``layout``; the tensors are of it then, the spec is of the layer of all ranks together.
     """
-    options = layout, kv_layout, config, scale, deterministic, impl, rows, means
-    recorded, watched = (False, True) if world is None else world
-    kind = None if watched else _kind(query, key, value, text_mask, recorded, options, share)
-    spec = None if kind is None else _known.get(kind)
-    if spec is None:
-        try:
-            spec = _checked(query, key, value, *options, text_mask, recorded, by_thw, share)
-        except (TypeError, ValueError) as error:
-            if share is not None:
-                share.refuse(error)
-            raise
-        if kind is not None:
-            _known[kind] = spec
-    return spec
-
-
-def _kind(query: Any, key: Any, value: Any, text_mask: Any, recorded: bool, options: tuple, share: Shares | None) -> tuple | None:
-    """All that ``_checked`` looks at; None where something is of an unexpected type, which it then refuses or converts."""
-    layout, kv_layout, config, scale, deterministic, impl, rows, _ = options
-    if not (type(layout) is TokenLayout and type(config) is SSTAConfig and type(impl) is str and type(deterministic) is bool
-            and (scale is None or type(scale) is float) and (kv_layout is None or type(kv_layout) is TokenLayout)
-            and (rows is None or _plain_rows(rows)) and type(query) is type(key) is type(value)) or config.holds_functions:
-        return None
-    mask: tuple | None = None
-    if text_mask is None:
-        pass
-    elif type(text_mask) is TextMask:
-        mask = text_mask.tokens, text_mask.valid.shape, text_mask.valid.device
-    elif type(text_mask) is Tensor:
-        mask = text_mask.shape, text_mask.dtype, text_mask.device
-    else:
-        return None
-    more = None
-    if not isinstance(query, Tensor):
-        # Projections have lengths, and what was sent between ranks has deals.
-        more = tuple([tuple(x.lengths) if type(x) is Deferred else x.deals for x in (query, key, value)])
-    return (*options, mask, recorded, None if share is None else share.plain, type(query), more, query.shape, query.dtype, query.device,
-            key.shape, key.dtype, key.device, value.shape, value.dtype, value.device)
-
-
-def _plain_rows(rows: Any) -> bool:
-    """Whether ``rows`` are tuples of ints, of which equal ones are the same."""
-    return type(rows) is tuple and all([type(pair) is tuple and all([type(number) is int for number in pair]) for pair in rows])
+    try:
+        return _checked(query, key, value, layout, kv_layout, config, scale, deterministic, impl, rows, means, text_mask, recorded, by_thw,
+                        share)
+    except (TypeError, ValueError) as error:
+        if share is not None:
+            share.refuse(error)
+        raise
 
 
 def _checked(query: Any, key: Any, value: Any, layout: Any, kv_layout: Any, config: Any, scale: Any, deterministic: Any, impl: Any,
@@ -188,8 +147,9 @@ def _check_tensor(name: str, x: Any) -> None:
         require_strided(name, x)
     if len(x.shape) != 4:
         raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
+    if x.dtype not in DTYPES:
+        taken = "float16, bfloat16, float32 or float64" if x.dtype.is_floating_point else "a floating-point tensor"
+        raise TypeError(f"{name} must be {taken}, got {x.dtype}")
 
 
 def _wrong_thw(shape: Sequence[int], layout: TokenLayout) -> ValueError:

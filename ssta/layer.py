@@ -1,9 +1,9 @@
-"""Layer: what a LayerSpec comes to on a device, prepared once; its steps, one after the other, and their backward."""
+"""Layer: what a LayerSpec comes to on a device, made once; its steps, one after the other, and their backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,17 +11,16 @@ from torch import Tensor
 
 from .budget import budget_of
 from .kernels import BlockLists, Deferred, PatternFacts, Route, choose_backend, choose_route
-from .kernels.memo import Kept, Unplanned, remember
+from .kernels.memo import remember
 from .layout import Input, checked_layout
-from .result import ExactMass, Found, LayerResult, Tape
+from .result import ExactMass, LayerResult, Tape
 from .rows import all_rows, in_places, some_rows
-from .scoring import Facts, rule_of, tile_means
+from .scoring import Facts, descriptors, rule_of, tile_means
 from .selection import Left, Selection, fixed_tiles, text_lengths
 from .spec import LayerSpec
 from .text import TextMask
 
 if TYPE_CHECKING:
-    from .kernels.lowering.plans import Plan, Planned, Plans
     from .kernels.tail import BlockEstimates, KeyStatistics
     from .ranks.around import Around
     from .ranks.exchange import Incoming
@@ -59,12 +58,8 @@ class Tiled(NamedTuple):
     held: HeldKeys | None = None
 
 
-# So many tensors that a run holds are no tape: counts, indices, valid lengths, which heads are useful, shares of mass.
-_KNOWN = 5
-
-
 class Layer:
-    """A layer of attention, ready to run. Made by ``prepare``, or by calls of ``ssta_attention``, which keep the 64 used last.
+    """A layer of attention, ready to run. Made by calls of ``ssta_attention``, which keep the 64 used last.
 
     ``run`` and ``backward`` are for plain tensors that nobody watches, on the current device, without autocast; ``op.attend`` sees to that.
 
@@ -80,10 +75,13 @@ class Layer:
         self.kv_tiles = self.tiles if spec.kv_layout == spec.layout else checked_layout(
             spec.kv_layout, config.tile_thw, config.pad_type, device)
         self.backend = choose_backend(spec.impl, device, spec.dtype, spec.head_dim)
-        self.fixed = fixed_tiles(self.tiles, self.kv_tiles, config.kernel_thw, config.selected_by)
+        self.fixed = fixed_tiles(self.tiles, self.kv_tiles, config.window, config.selected_by)
         # The steps that this layer has, as values: a layer without a choice has no rule, one that drops what it leaves out no estimate.
         self.rule = rule_of(config) if spec.chooses else None
-        self.budget = budget_of(config, self) if spec.chooses else None
+        self.budget = None
+        if spec.chooses:
+            grids = tuple(zip(map(prod, self.tiles.tile_grids), self.fixed.window))
+            self.budget = budget_of(config, grids, self.kv_tiles.num_video_tiles, device)
         self.estimates = spec.estimates
         self.room = spec.room
         # As the steps "estimate" and "combine" take them.
@@ -91,98 +89,23 @@ class Layer:
                                          for tiles in (self.tiles, self.kv_tiles))
         self.moves = self.tiles.moves or self.kv_tiles.moves
         self.rows = all_rows(self.tiles, spec.returned) if spec.rows is None else some_rows(self.tiles, spec.rows)
-        self._routes: dict[tuple, Route] = Kept(64)
-        self._constants: dict[int, Tensor] = {}
-        self._whole: Plans | None = None
-        self._whole_backward: Plans | None = None
-        # Where kernels do everything, all steps are planned as one. Heads that other ranks have, some rows and means are computed by torch;
-        # and padded, what is brought into tiles would find no room where the result is going to lie.
-        torchs = config.holds_functions or spec.peers or spec.rows or spec.means
-        if not torchs and self.tiles.num_slots == spec.layout.length:
-            self._whole, self._whole_backward = self.backend.plans(self._write), self.backend.plans(self._write_backward)
 
+    @torch.no_grad()
     def run(self, q: Input | Sent | Tiled, k: Input | Sent | None = None, v: Input | Sent | None = None,
-            text_mask: TextMask | Tensor | None = None, selection: Selection | None = None, *, apart: bool = False,
+            text_mask: TextMask | Tensor | None = None, selection: Selection | None = None, *,
             note: Callable[[str], object] = lambda step: None) -> LayerResult:
-        """Attention over the layer's sequences.
+        """Attention over the layer's sequences: all steps, one after the other.
 
         Args:
             q: ``[B, H, S, D]`` in the order of the layout; k, v: ``[B, Hkv, S', D]`` in that of kv_layout. Or all three as other ranks
                 sent them, or as one Tiled. Of a layer that exchanges, a rank's share of all heads, or what was sent of it.
             text_mask: of the keys' dense runs, checked.
             selection: attend to what an earlier run selected, instead of selecting.
-            apart: everything that is given has memory of its own, as an operator must have it.
             note: of a layer that exchanges, as ``attention.attend`` takes it.
         """
-        left = self.left(text_mask) if isinstance(text_mask, TextMask) else None
-        special = apart or selection is not None or isinstance(q, (Tiled, Deferred))
-        if self._whole is not None and not special:
-            ran = self._planned(q, k, v, text_mask if isinstance(text_mask, Tensor) else None, left, note)
-            if ran is not None:
-                return ran
-        return self._all_steps(None, q, k, v, self.left(text_mask) if left is None else left, selection, note)
-
-    def _planned(self, q: Any, k: Any, v: Any, text_mask: Tensor | None, left: Left | None, note: Callable[[str], object]
-                 ) -> LayerResult | None:
-        """The run as one plan; None where that is not possible, as of a scorer that is computed by torch."""
-        qkv: tuple[Any, ...] = q, k, v
-        waits: tuple[Callable[[], object], ...] = ()
-        if not isinstance(q, Tensor):
-            # The layer has their memory for itself.
-            qkv, waits = (q.memory, k.memory, v.memory, q.sent, k.sent, v.sent), (q.wait, k.wait, v.wait)
-        if (qkv[0].data_ptr() | qkv[1].data_ptr() | qkv[2].data_ptr()) % 16:
-            return None
-        assert self._whole is not None
-        own = [x for x in qkv if x is not None]
-        inputs = [*own, *[x for x in (text_mask, *(left or ())) if x is not None]]
-        planned = self._whole.planned((*qkv, text_mask), left or (None, None))
-        if isinstance(planned, Unplanned):
-            return None
-        held: list[Any] = planned.run(inputs, waits, note)
-        out = planned.result(held, 0)
-        if not self.spec.recorded:
-            # Nobody asks for the inputs again.
-            held[:len(own)] = [None] * len(own)
-        return LayerResult(out, planned.note, held, partial(self._found, planned), planned=planned)
-
-    def _write(self, plan: Plan, xs: Sequence[Any], left: Sequence[Any]) -> Route | None:
-        """The plan of a run."""
-        q, k, v, *sent, text_mask = xs
-        if sent:
-            q, k, v = map(plan.arriving, (q, k, v), sent)
-        ran = self._all_steps(plan, q, k, v, self.left(text_mask) if text_mask is not None else Left(*left), None, plan.tell)
-        plan.results.append(ran.out)
-        # A tape goes with the backward, and what is known of a selection may stay.
-        plan.keep(*ran.held[:_KNOWN])
-        plan.keep(*ran.held[_KNOWN:])
-        self.keep_constants(plan)
-        return ran.route
-
-    def keep_constants(self, plan: Plan) -> None:
-        """They live as long as the layer, because a captured graph, which may hold it, reads them after the plan is gone."""
-        self._constants.update({id(x): x for x in plan.constants})
-
-    def _found(self, planned: Planned, held: Sequence[Tensor]) -> Found:
-        """What a planned run has found."""
-        counts, indices, lengths, useful, shares, *tape = [None if x is None else x.of(held) for x in planned.kept]
-        selection = Selection(self.fixed.relisted(counts, indices, lengths), useful)
-        mass = None if shares is None else ExactMass(shares, counts, useful, self.kv_tiles.num_tiles)
-        return Found(selection, mass, Tape._make(tape) if tape else None)
-
-    def _all_steps(self, plan: Plan | None, q: Input | Sent | Tiled, k: Input | Sent | None, v: Input | Sent | None, left: Left,
-                   selection: Selection | None, note: Callable[[str], object]) -> LayerResult:
-        """The steps, and on ranks the exchanges around them; now, or written into ``plan``."""
-        if self.around is None:
-            return self._steps(q, k, v, left, selection, note)
-        ran = self._steps(*self.around.enter(plan, q, k, v, note), left, selection, note)
-        note("attended")
-        ran.out = self.around.leave(plan, ran.out)
-        return ran
-
-    @torch.no_grad()
-    def _steps(self, q: Input | Sent | Incoming | Tiled, k: Input | Sent | Incoming | None, v: Input | Sent | Incoming | None, left: Left,
-               selection: Selection | None, note: Callable[[str], object]) -> LayerResult:
-        """All steps, one after the other. Nobody else has what they make, so that it is gone once it is read."""
+        left = self.left(text_mask)
+        if self.around is not None:
+            q, k, v = self.around.enter(q, k, v, note)
         if isinstance(q, Tiled):
             tiled = q
         else:
@@ -205,11 +128,12 @@ class Layer:
             out, lse, mass, kept = self.combine(out, lse, q, k, v, selection.blocks, estimates)
             if tape is not None:
                 tape = tape._replace(merged=out, merged_lse=lse, **kept)
-        del rows, q, k, v
-        blocks = selection.blocks
-        held = (blocks.counts, blocks.indices, blocks.kv_lengths, selection.useful, None if mass is None else mass.shares, *(tape or ()))
-        return LayerResult(self.take(out), route, held,
-                   lambda held: Found(selection, mass, Tape._make(held[_KNOWN:]) if held[_KNOWN:] else None), means)
+        del rows, q, k, v, estimates
+        out = self.take(out)
+        if self.around is not None:
+            note("attended")
+            out = self.around.leave(out)
+        return LayerResult(out, route, selection, mass, tape, means)
 
     # The steps
 
@@ -254,7 +178,25 @@ class Layer:
     def score(self, tiled: Tiled, estimates: BlockEstimates | None) -> Tensor:
         """How much each video tile wants each of the keys'; of layers that choose."""
         assert self.rule is not None, "the layer attends to fixed tiles"
-        return self.rule(Facts(tiled, estimates, self))
+        config = self.spec.config
+        means = (None, None) if config.scored_by == "error" else self.descriptors(tiled)
+        return self.rule(Facts(*means, estimates, self.backend, config.lambda_))
+
+    def descriptors(self, tiled: Tiled) -> tuple[Tensor, Tensor]:
+        """Those of the video tiles of q and k, as ``Facts`` has them."""
+        config, q_means, k_means = self.spec.config, tiled.q_means, tiled.k_means
+        if q_means is None or config.pool_cells is not None:
+            q_means = descriptors(tiled.q, self.tiles, config.pool_cells)
+        if k_means is None or config.pool_cells is not None:
+            k_means = descriptors(tiled.k, self.kv_tiles, config.pool_cells)
+        if config.mask_share_within_head:
+            if self.spec.peers is not None:
+                from .ranks.shards import all_heads
+
+                # The heads themselves and not their sums, so that the means are the same bits on all ranks and in one process.
+                q_means, k_means = all_heads(self.spec.peers, q_means, k_means)
+            q_means, k_means = q_means.mean(1, keepdim=True), k_means.mean(1, keepdim=True)
+        return q_means, k_means
 
     def left(self, text_mask: TextMask | Tensor | None) -> Left:
         """What a mask leaves of the keys' dense runs."""
@@ -276,11 +218,7 @@ class Layer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, Route]:
         """Attention to the listed tiles. q is written over where it is the layer's own and nobody asks for it again."""
         blocks = self.rows.lists(blocks)
-        route = self._routes.get(blocks.facts)
-        if route is None:
-            route = self._routes[blocks.facts] = self._route(blocks)
-        if q.is_meta and not route.in_place:
-            raise Unplanned("these kernels are no part of a plan")
+        route = self._route(blocks)
         owned = self.moves and not self.estimates and not self.spec.recorded
         return *route.run(q, k, v, blocks, self.spec.scale, in_place=owned), route
 
@@ -309,24 +247,6 @@ class Layer:
             return out
         return self.backend.take(out, self.rows.slot_of_token if self.estimates else self.rows.returned)
 
-    def planned_backward(self, planned: Planned | None, held: Sequence[Tensor], dout: Tensor) -> list[Tensor] | None:
-        """``backward`` as one plan, of what a run as one plan has ``held``; None where that is not possible."""
-        if planned is None or self._whole_backward is None or any([x.data_ptr() % 16 for x in (dout, *held)]):
-            return None
-        found = self._whole_backward.planned((dout, *held), (), planned)
-        return None if isinstance(found, Unplanned) else found(dout, *held)
-
-    def _write_backward(self, plan: Plan, xs: Sequence[Tensor], _: Sequence[Any], planned: Planned) -> None:
-        """The plan of a backward."""
-        dout, *held = xs
-        found = self._found(planned, held)
-        assert found.tape is not None, "the layer was recorded"
-        blocks = found.selection.blocks
-        if not self._route(self.rows.lists(blocks)).planned_backward:
-            raise Unplanned("these kernels' backward is no part of a plan")
-        plan.results += self.backward(found.tape, dout, blocks)
-        self.keep_constants(plan)
-
     def backward(self, tape: Tape, dout: Tensor, blocks: BlockLists, dmeans: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v, in the orders of the layouts; the steps of ``run`` in reverse.
 
@@ -341,20 +261,27 @@ class Layer:
         lists = rows.lists(blocks)
         route = self._route(lists)
         dlse = of_tail = None
+        given = dout
         if tape.merged is None:
             dout = backend.take(dout, rows.held) if self.moves or spec.rows is not None else dout
         else:
             dout, dlse, *of_tail = self._combine_backward(tape, in_places(backend, dout, rows.token_of_slot))
-        dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, spec.scale, False, spec.deterministic)
-        dq = rows.to_slots(backend, dq)
-        if of_tail is not None:
-            dq, dk, dv = (x.add_(y) for x, y in zip((dq, dk, dv), of_tail))
-        for x, dmean, tiles in zip((dq, dk, dv), dmeans, (self.tiles, self.kv_tiles, self.kv_tiles)):
-            if dmean is not None:
-                x.add_(tiles.spread((dmean / tiles.lengths[:tiles.num_video_tiles, None]).to(x.dtype), backend.take))
-        if not self.moves:
-            return dq, dk, dv
-        return self.tiles.collect(dq, backend.take), self.kv_tiles.collect(dk, backend.take), self.kv_tiles.collect(dv, backend.take)
+        dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, spec.scale, False, spec.deterministic,
+                                        in_place=dout is not given)
+        # As in ``run``: one gradient after another goes back to its order, and nothing that was read is there meanwhile.
+        del dout, dlse, given
+        grads = [rows.to_slots(backend, dq), dk, dv]
+        del dq, dk, dv
+        for number, tiles in enumerate((self.tiles, self.kv_tiles, self.kv_tiles)):
+            x = grads[number]
+            if of_tail:
+                x.add_(of_tail.pop(0))
+            if dmeans and dmeans[number] is not None:
+                x.add_(tiles.spread((dmeans[number] / tiles.lengths[:tiles.num_video_tiles, None]).to(x.dtype), backend.take))
+            grads[number] = tiles.collect(x, backend.take) if self.moves else x
+            del x
+        dq, dk, dv = grads
+        return dq, dk, dv
 
     def _combine_backward(self, tape: Tape, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of the exact part's out and lse, of its rows, and of all q, k and v."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from .config import PAD_TYPES
 from .cut import Cut, TiledSegment, cut_of, in_sequence, tile_index
 from .kernels import Deferred, take_tokens
 from .kernels.checks import check_tensor
-from .kernels.memo import remember
+from .kernels.memo import remember, traced
 from .sequence import TokenLayout, require_layout
 
 # A layer takes tokens that are ready, or that are materialised on the way into the tiles.
@@ -25,7 +26,7 @@ Input = Tensor | Deferred
 @dataclass(frozen=True, eq=False, repr=False)
 class TileLayout(Cut):
     """A sequence of S tokens cut into tiles, as ``Cut`` says it in plain numbers, and on a device where tokens go. Made by ``tile_layout``.
-    Its tensors are shared between calls: do not write to them.
+    Attention has tensors of its own: what is written to these changes ``tile`` and ``untile`` of this object alone.
 
     Args:
         source: int64 ``[P]``. The token that each slot holds; -1 = a zero token.
@@ -47,13 +48,18 @@ class TileLayout(Cut):
     @cached_property
     def move(self) -> tuple[Tensor, Tensor, int]:
         """The order as the step "gather" takes it: source, offsets, and that means of the video tiles are wanted. The same object every
-        time, by which the step knows what it has planned for."""
+        time, by which the step knows that queries and keys have one order."""
         return self.source, self.offsets, self.num_video_tiles
 
     @property
     def device(self) -> torch.device:
         """Where the tensors are."""
         return self.source.device
+
+    def clone(self) -> TileLayout:
+        """The same layout, its tensors in memory of their own."""
+        cloned: dict[str, Any] = {of.name: x.clone() for of in fields(self) if isinstance(x := getattr(self, of.name), Tensor)}
+        return replace(self, **cloned)
 
     def __repr__(self) -> str:
         tile = " x ".join(map(str, self.tile_thw))
@@ -102,7 +108,8 @@ class TileLayout(Cut):
 def tile_layout(
     tokens: TokenLayout, tile_thw: tuple[int, int, int], padding: str = "none", device: torch.device | str = "cpu",
 ) -> TileLayout:
-    """``tokens`` cut into tiles. The 64 layouts used last are remembered; everything is computed on ``device``, without waiting for it.
+    """``tokens`` cut into tiles. The 64 layouts used last are remembered, until somebody writes to their tensors; everything is computed on
+    ``device``, without waiting for it.
 
     Args:
         tokens: the sequence.
@@ -115,8 +122,23 @@ def tile_layout(
         ValueError: an entry of tile_thw below 1, an unknown padding, a device that is not there, or so large a tile that almost everything
             would be padding: more than 64 slots a token, and more than 2 ** 20 of them.
     """
-    return checked_layout(require_layout("tokens", tokens), require_tile("tile_thw", tile_thw),
-                          require_choice("padding", padding, PAD_TYPES), require_device("device", device))
+    options = (require_layout("tokens", tokens), require_tile("tile_thw", tile_thw), require_choice("padding", padding, PAD_TYPES),
+               require_device("device", device))
+    if traced():
+        return checked_layout(*options)
+    made, versions = _callers_layout(*options)
+    return made if _versions(made) == versions else checked_layout(*options).clone()
+
+
+@remember(64)
+def _callers_layout(*options: Any) -> tuple[TileLayout, tuple[int, ...]]:
+    """A layout apart from the one that attention has, and how often its tensors had been written to when it was made."""
+    made = checked_layout(*options).clone()
+    return made, _versions(made)
+
+
+def _versions(layout: TileLayout) -> tuple[int, ...]:
+    return tuple([x._version for x in vars(layout).values() if isinstance(x, Tensor)])
 
 
 @remember(64)

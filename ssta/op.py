@@ -18,7 +18,7 @@ from .kernels.memo import traced
 from .kernels.operators import NAMESPACE, differentiable_once, differentiated_once, on_device, recorded, refuse_transforms, watched
 from .layer import Layer, prepared
 from .layout import Input
-from .result import ExactMass, Found, LayerResult, Tape
+from .result import ExactMass, LayerResult, Tape
 from .returns import TAPE, everything, own_tensors, results, tensors
 from .selection import Selection
 from .spec import LayerSpec
@@ -64,20 +64,20 @@ def layer_of(spec: LayerSpec, around: Around | None = None) -> Layer:
 
 def run_layer(
     query: Input, key: Input, value: Input, spec: LayerSpec, world: World, text_mask: Tensor | TextMask | None,
-    selection: Selection | None = None, *, layers: Callable[[LayerSpec], Layer] = layer_of,
-    note: Callable[[str], object] = lambda step: None,
+    selection: Selection | None = None, *, around: Around | None = None, note: Callable[[str], object] = lambda step: None,
 ) -> LayerResult:
     """The layer of ``spec`` on tensors that it describes.
 
     Args:
         query, key, value: also what other ranks send, which has a tensor's shape, dtype and device and a method ``wait`` that gives it.
         text_mask: of the keys' dense runs, checked.
-        selection, layers, note: as ``attention.attend`` takes them.
+        selection, note: as ``attention.attend`` takes them.
+        around: what the layer exchanges itself, on ranks.
     """
     if world.watched and isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
         refuse_transforms("ssta_attention", query=query, key=key, value=value)
         return _operate(query, key, value, spec, text_mask, selection)
-    layer = layers(spec)
+    layer = layer_of(spec, around)
     if not spec.recorded:
         with on_device(query):
             return layer.run(query, key, value, text_mask, selection, note=note)
@@ -97,32 +97,24 @@ class _Recorded(torch.autograd.Function):
                 selection: Selection | None, kept: list[LayerResult]) -> tuple[Tensor, ...]:
         with on_device(query):
             ran = layer.run(query, key, value, text_mask, selection)
+        blocks, tape, ran.tape = ran.selection.blocks, ran.tape, None
+        assert tape is not None, "the layer records a gradient"
         # The lists are saved too, so that writing to them before the backward is an error.
-        ctx.save_for_backward(query, key, value, *ran.held)
-        ctx.layer, ctx.find, ctx.planned = layer, ran.find, ran.planned
+        ctx.save_for_backward(query, key, value, blocks.counts, blocks.indices, blocks.kv_lengths, *tape)
+        ctx.layer = layer
         kept.append(ran)
         return ran.out, *ran.means
 
     @staticmethod
     @differentiable_once("ssta_attention")
-    def backward(ctx, saved: tuple[Tensor, ...], dout: Tensor, *dmeans: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *held = saved
-        if ctx.planned is not None:
-            held = ctx.planned.as_run(held)
-        seen = watched(dout, *dmeans)
-        if not seen:
-            with on_device(dout):
-                grads = ctx.layer.planned_backward(ctx.planned, held, dout)
-            if grads is not None:
-                return *grads, None, None, None, None
-        selection, _, tape = ctx.find(held)
-        blocks = selection.blocks
-        if seen:
-            grads = _layer_backward(dout, query, key, value, blocks.counts, blocks.indices, blocks.kv_lengths, *(dmeans or (None,) * 3),
-                                    *tape, ctx.layer.spec.text)
+    def backward(ctx, saved: tuple[Any, ...], dout: Tensor, *dmeans: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, counts, indices, lengths, *tape = saved
+        layer: Layer = ctx.layer
+        if watched(dout, *dmeans):
+            grads = _layer_backward(dout, query, key, value, counts, indices, lengths, *(dmeans or (None,) * 3), *tape, layer.spec.text)
         else:
             with on_device(dout):
-                grads = ctx.layer.backward(tape, dout, blocks, dmeans)
+                grads = layer.backward(Tape._make(tape), dout, layer.fixed.relisted(counts, indices, lengths), dmeans)
         return *grads, None, None, None, None
 
 
@@ -137,7 +129,7 @@ def _layer(query: Tensor, key: Tensor, value: Tensor, text_mask: Tensor | None, 
     fixed = layer.fixed
     selection = None if counts is None or indices is None else Selection(fixed.relisted(counts, indices, lengths), useful)
     with on_device(query):
-        ran = layer.run(query, key, value, text_mask, selection, apart=True)
+        ran = layer.run(query, key, value, text_mask, selection)
     expected = {name: like.empty("meta") for name, like in everything(of, query, text_mask, indices).items()}
     return own_tensors(tensors(ran), expected, (
         query, key, value, counts, indices, lengths, useful, fixed.lists.counts, fixed.lists.indices, layer.tiles.offsets,
@@ -226,5 +218,5 @@ def _operate(query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, text_ma
         lengths if spec.layout == spec.kv_layout else None, lengths, num_kv_blocks=kv_cut.num_tiles, max_q_length=cut.max_tile_length,
         max_kv_length=kv_cut.max_tile_length)
     means = tuple([named[name] for name in ("q_means", "k_means", "v_means")]) if spec.means else ()
-    found = Found(Selection(blocks, useful=named.get("useful")), ExactMass(named["exact_mass"]) if "exact_mass" in named else None)
-    return LayerResult(named["out"], None, (), lambda held: found, means)
+    mass = ExactMass(named["exact_mass"]) if "exact_mass" in named else None
+    return LayerResult(named["out"], None, Selection(blocks, useful=named.get("useful")), mass, means=means)

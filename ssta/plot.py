@@ -71,7 +71,7 @@ def plot_selection(
     all_axes = figure.subplots(rows, columns, squeeze=False)
     for axes, frame in zip(all_axes.flat, frames):
         layer = frame // video.tile[0]
-        background = torch.full((1, 1, 3), 0.8) if pictures is None else pictures[frame]
+        background = torch.full((1, 1, 3), 0.8, dtype=torch.float32, device="cpu") if pictures is None else pictures[frame]
         axes.imshow(background.numpy(), extent=(0, thw[2], thw[1], 0), aspect="equal", vmin=0, vmax=1)
         for i, (top, bottom) in enumerate(cuts[1]):
             for j, (left, right) in enumerate(cuts[2]):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from copy import copy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .config import SSTAConfig
+from .config import SSTAConfig, in_effect
 from .cut import TiledSegment
 from .inputs import described
 from .kernels import BlockLists
@@ -64,8 +64,8 @@ class Report:
                  seconds: float) -> None:
         route, spec, config, layout = ran.route, layer.spec, layer.spec.config, layer.tiles
         assert route is not None, "a run of a layer knows"
-        # A copy says nothing of tensors that its owner may write to.
-        blocks, n = copy(ran.selection.blocks), layout.num_video_tiles
+        # Later calls read what a selection is made of; the report's owner may write to his copy.
+        blocks, n = ran.selection.blocks.clone(), layout.num_video_tiles
         mask = blocks.to_mask()
         masses = None if value is None or ran.mass is None else ran.mass.tensor()
         self.implementation, self.why_not = route.name, route.explain()
@@ -85,7 +85,7 @@ class Report:
         self.attention_kept, self.output_error = _against_dense(query, key, value, ran.out, layout, mask, text, spec.scale)
         self.seconds = None if value is None else seconds
         self.exact_mass = None if masses is None else mass_summary(masses)
-        self.route, self.backend, self.config, self.layout, self.blocks = route, layer.backend, config, layout, blocks
+        self.route, self.backend, self.config, self.layout, self.blocks = route, layer.backend, config, layout.clone(), blocks
         self.error_sources = self._error_sources(query.dtype)
         self.near = layer.fixed.forced[:n, :n].clone() if config.selected_by != "block_attn" else None
 
@@ -112,12 +112,16 @@ class Report:
             ("density", f"{self.tile_density:.1%} of tile pairs, {self.token_density:.1%} of token pairs"),
             ("FLOPs", f"{_si(self.flops)}FLOP, dense {_si(self.dense_flops)}FLOP"),
         ]
+        # One quantity, the share of the softmax on tiles that are computed exactly, measured in two ways.
+        masses = []
         if self.attention_kept is not None:
-            rows.append(("attention kept", f"{self.attention_kept:.1%} of the dense softmax weight (sampled)"))
+            rest = "dropped" if self.config.compensation == "none" else "estimated"
+            masses.append(f"{self.attention_kept:.1%} of the softmax is computed exactly and the rest {rest}, by dense attention "
+                          "on sampled rows")
         if self.exact_mass is not None:
             mean, fifth, worst = self.exact_mass
-            rows.append(("computed exactly", f"{mean:.1%} of the softmax, the rest estimated; 5th percentile of tiles {fifth:.1%}, worst "
-                                             f"head {worst:.1%}"))
+            masses.append(f"{mean:.1%} by the estimate, over all rows; 5th percentile of tiles {fifth:.1%}, worst head {worst:.1%}")
+        rows += [("" if number else "exact mass", sentence) for number, sentence in enumerate(masses)]
         if self.without_estimate is not None and self.without_estimate[0]:
             rows.append(("without an estimate", "{} of {} heads, whose other tiles are dropped".format(*self.without_estimate)))
         if self.output_error is not None:
@@ -198,7 +202,11 @@ def explain(
     else:
         raise ValueError(f"text_len must be left out with a TokenLayout, which says it, got {text_len}")
     if config is None:
-        config = SSTAConfig(**keywords)
+        names = ("kernel_thw", "topk", "threshold")
+        settings: list[Any] = [keywords.get(name, getattr(SSTAConfig, name)) for name in names]
+        window, topk, threshold = settings
+        in_use = in_effect(window, topk, threshold, keywords.get("sparse_type"))
+        config = SSTAConfig(**keywords | dict(zip(names, in_use)))
     elif keywords:
         raise TypeError(f"config must not be given together with other keywords, got {', '.join(sorted(keywords))}")
     query, key, given = in_autocast(query, key, key if value is None else value)
@@ -255,7 +263,8 @@ def _against_dense(query: Tensor, key: Tensor, value: Tensor | None, output: Ten
     if not video:
         return None, None
     rows = torch.cat(video)
-    rows = rows[torch.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows)), device=query.device).round().long()]
+    evenly = torch.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows)), dtype=torch.float32, device=query.device)
+    rows = rows[evenly.round().long()]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch, heads, length, head_dim = query.shape
     groups = (batch, key.shape[1], heads // key.shape[1], len(rows), -1)  # query heads grouped by the key head that they read

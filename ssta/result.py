@@ -1,9 +1,8 @@
-"""LayerResult: what one run of a layer gives; all but the result itself is worked out when somebody asks."""
+"""LayerResult: what one run of a layer gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from .selection import Selection
 
 if TYPE_CHECKING:
     from .kernels import Route
-    from .kernels.lowering.plans import Planned
 
 
 class ExactMass(NamedTuple):
@@ -69,47 +67,22 @@ class Tape(NamedTuple):
     q_all: Tensor | None = None
 
 
-class Found(NamedTuple):
-    """What a run finds beside its result, and the tape if the spec says so."""
-
-    selection: Selection
-    mass: ExactMass | None = None
-    tape: Tape | None = None
-
-
 class LayerResult:
     """What one run of a layer gives. Of a sequence that ranks share out, ``out`` is this rank's tokens, and the rest is of its heads.
 
     Attributes:
         out: ``[B, H, S, D]`` in query's dtype, in the sequence's order.
         route: which kernels attended, and why no faster ones; None where an operator ran, which chooses by itself.
-        held: the tensors in which all else is.
-        find: ``held -> Found``, called when somebody asks, and by a backward with what autograd has saved of held; holds no tape.
+        selection: what was attended to, over the layout's tiles in tiled order.
+        mass: what ``exact_mass`` is made of.
+        tape: for a backward, of a layer that records a gradient; no longer there once autograd has saved it.
         means: of the video tiles of query, key and value in their dtype, ``[B, H, N, D]`` and twice ``[B, Hkv, K, D]``, where they were
             wanted; else none.
-        planned: the plan that ran, if one did.
     """
 
-    def __init__(self, out: Tensor, route: Route | None, held: Sequence[Tensor | None], find: Callable[[Sequence[Any]], Found],
-                 means: tuple[Tensor, ...] = (), planned: Planned | None = None) -> None:
-        self.out, self.route, self.held, self.find, self.means, self.planned = out, route, held, find, means, planned
-        self._found: Found | None = None
-
-    @property
-    def found(self) -> Found:
-        if self._found is None:
-            self._found = self.find(self.held)
-        return self._found
-
-    @property
-    def selection(self) -> Selection:
-        """What was attended to, over the layout's tiles in tiled order."""
-        return self.found.selection
-
-    @property
-    def mass(self) -> ExactMass | None:
-        """What ``exact_mass`` is made of."""
-        return self.found.mass
+    def __init__(self, out: Tensor, route: Route | None, selection: Selection, mass: ExactMass | None = None, tape: Tape | None = None,
+                 means: tuple[Tensor, ...] = ()) -> None:
+        self.out, self.route, self.selection, self.mass, self.tape, self.means = out, route, selection, mass, tape, means
 
     @property
     def exact_mass(self) -> Tensor | None:

@@ -65,7 +65,7 @@ def everything(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, indices
 
 def tensors(ran: LayerResult) -> dict[str, Tensor | None]:
     """What a run gave of ``everything``."""
-    (selection, mass, tape), (q_means, k_means, v_means) = ran.found, ran.means or (None,) * 3
+    selection, mass, tape, (q_means, k_means, v_means) = ran.selection, ran.mass, ran.tape, ran.means or (None,) * 3
     blocks = selection.blocks
     q_offsets, kv_offsets = (x if isinstance(x, Tensor) else None for x in (blocks.q_offsets, blocks.kv_offsets))
     found = dict(out=ran.out, counts=blocks.counts, indices=blocks.indices, lengths=blocks.kv_lengths, useful=selection.useful,

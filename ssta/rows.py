@@ -28,7 +28,8 @@ class LayerRows:
         slot_of_token, token_of_slot: the same of the slots of all rows.
         slots: int64 ``[n]``, ascending; None = all, and so are the others.
         offsets: int32 ``[T + 1]``: tile i has the rows from ``offsets[i]`` up to ``offsets[i + 1]``, which may be none.
-        before: int32 ``[T]``: how many slots of a dense tile lie before its first row here; 0 for video tiles, whose slots all are valid.
+        ahead: int32 ``[P + 1]``: how many rows lie ahead of each slot, and ahead of the end.
+        starts: int32 ``[T]``: each tile's first slot.
         of_slot: int64 ``[P]``, the row of each slot, -1 = not of these.
     """
 
@@ -38,7 +39,8 @@ class LayerRows:
     token_of_slot: Tensor
     slots: Tensor | None = None
     offsets: Tensor | None = None
-    before: Tensor | None = None
+    ahead: Tensor | None = None
+    starts: Tensor | None = None
     of_slot: Tensor | None = None
 
     def take(self, backend: Backend, q: Tensor) -> Tensor:
@@ -47,11 +49,14 @@ class LayerRows:
 
     def lists(self, blocks: BlockLists) -> BlockLists:
         """A layer's lists for these rows."""
-        if self.offsets is None or self.before is None:
+        if self.offsets is None or self.ahead is None or self.starts is None:
             return blocks
         # Without rows, a list is nothing to walk.
         counts = blocks.counts.masked_fill(self.offsets.diff() == 0, 0)
-        lengths = None if blocks.q_lengths is None else (blocks.q_lengths - self.before).clamp(min=0)
+        lengths = blocks.q_lengths
+        if lengths is not None:
+            # A tile's rows may have gaps: those of its valid slots are counted.
+            lengths = self.ahead.take((self.starts + lengths).long()) - self.offsets[:-1]
         return replace(blocks, counts=counts, q_offsets=self.offsets, q_lengths=lengths)
 
     def spread(self, backend: Backend, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,9 +98,8 @@ def some_rows(tiles: TileLayout, spans: tuple[tuple[int, int], ...]) -> LayerRow
     places = torch.arange(len(slots), device=tiles.device)
     of_slot = torch.full((tiles.num_slots,), -1, device=tiles.device).scatter(0, slots, places)
     offsets = pad(counts.cumsum(0), (1, 0)).int()
-    # A tile without rows has no first one, whatever is found here.
-    before = pad(slots, (0, 1))[offsets[:-1]].int() - tiles.offsets[:-1]
-    before[:tiles.num_video_tiles] = 0
+    ahead = pad((of_slot >= 0).cumsum(0), (1, 0)).int()
     slot_of_token = torch.empty_like(slots).scatter(0, of_token, slots)
     token_of_slot = torch.full_like(of_slot, -1).scatter(0, slots, of_token)
-    return LayerRows(places.scatter(0, of_token, places), of_token, slot_of_token, token_of_slot, slots, offsets, before, of_slot)
+    return LayerRows(places.scatter(0, of_token, places), of_token, slot_of_token, token_of_slot, slots, offsets, ahead,
+                     tiles.offsets[:-1], of_slot)

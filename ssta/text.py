@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from .kernels.checks import require_strided
+from .kernels.checks import require_strided, require_values
 from .kernels.memo import captured, remember, traced
+from .kernels.operators import at_hand
 from .layout import TileLayout
 from .sequence import DenseRun, TokenLayout
 
@@ -28,13 +29,27 @@ class TextMask:
     follows from it computed, only once. Nothing here synchronises, but for ``valid_tokens``.
 
     Args:
-        valid: bool ``[B, tokens.dense_length]``, in each run the valid tokens first, which is not checked. Not to be written to.
+        valid: bool ``[B, tokens.dense_length]``, in each run the valid tokens first. Not to be written to: the next call
+            refuses it. Tensors of inference mode have no count of writes, and are believed.
         tokens: the sequence.
     """
 
     valid: Tensor
     tokens: TokenLayout
     _views: dict = field(init=False, repr=False, default_factory=dict)
+    _version: int | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_version", None if traced() or self.valid.is_inference() else self.valid._version)
+
+    def __getstate__(self) -> dict:
+        return {"valid": self.valid, "tokens": self.tokens}
+
+    def __setstate__(self, state: dict) -> None:
+        # A copy's tensor counts anew how often it is written to.
+        for name, value in {**state, "_views": {}}.items():
+            object.__setattr__(self, name, value)
+        self.__post_init__()
 
     @classmethod
     def of(cls, text_mask: Tensor | TextMask, batch: int, tokens: TokenLayout, device: torch.device) -> TextMask:
@@ -42,7 +57,7 @@ class TextMask:
 
         Raises:
             TypeError: neither a TextMask nor a bool or integer tensor.
-            ValueError: another shape, sequence or device.
+            ValueError: another shape, sequence or device; on a CPU also a valid token behind an invalid one of its run.
         """
         if isinstance(text_mask, TextMask):
             if text_mask.tokens != tokens:
@@ -59,12 +74,17 @@ class TextMask:
             raise ValueError(f"text_mask must be [batch, dense tokens] = {(batch, tokens.dense_length)}, got {tuple(mask.shape)}")
         if mask.device != device:
             raise ValueError(f"text_mask must be on query's device {device}, got {mask.device}")
-        return text or cls(mask if mask.dtype == torch.bool else mask != 0, tokens)
+        if text is None:
+            require_valid_first(mask, tokens)
+        # What follows from a mask is kept, and its owner may write to his own.
+        return text or cls(mask.clone() if mask.dtype == torch.bool else mask != 0, tokens)
 
     @property
     def in_sequence(self) -> Tensor:
-        """bool ``[B, S]``: the valid tokens of the whole sequence, of which video tokens all are."""
-        return self._view("in_sequence", self._spread)
+        """bool ``[B, S]``: the valid tokens of the whole sequence, of which video tokens all are; new each time."""
+        batch, runs = len(self.valid), iter(self.valid.split([run.length for run in self.tokens.dense], 1))
+        return torch.cat([next(runs) if isinstance(segment, DenseRun) else self.valid.new_ones(batch, segment.length)
+                          for segment in self.tokens.segments], 1)
 
     def whole(self) -> TextMask:
         """The same over the sequence taken as dense runs only, one for each segment."""
@@ -79,23 +99,33 @@ class TextMask:
 
     def valid_tokens(self) -> tuple[int, ...]:
         """The valid tokens of each batch element. Synchronises the device."""
-        return tuple(self.valid.sum(1).tolist())
-
-    def _spread(self) -> Tensor:
-        batch, runs = len(self.valid), iter(self.valid.split([run.length for run in self.tokens.dense], 1))
-        return torch.cat([next(runs) if isinstance(segment, DenseRun) else self.valid.new_ones(batch, segment.length)
-                          for segment in self.tokens.segments], 1)
+        return tuple(require_values("text_mask", self.valid).sum(1).tolist())
 
     def _view(self, key: object, make: Callable[[], Derived]) -> Derived:
         # As in memo.remember: a graph's tensors are its own.
         if traced() or captured():
             return make()
+        if self._version is not None and self.valid._version != self._version:
+            raise ValueError("text_mask must not be written to once it is a TextMask, got one whose valid tensor was; TextMask.of makes a "
+                             "new one")
         found = self._views.get(key)
         if found is None:
             # A tensor made in inference mode could not be saved for a later backward pass.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 found = self._views[key] = make()
         return found
+
+
+def require_valid_first(text_mask: Tensor, tokens: TokenLayout) -> None:
+    """Refuses a mask ``[B, dense tokens]`` with a valid token behind an invalid one of the same run; where reading values waits for a GPU,
+    nothing is checked."""
+    if not at_hand(text_mask):
+        return
+    for run in (text_mask != 0).split([run.length for run in tokens.dense], 1):
+        late = (run[:, 1:] & ~run[:, :-1]).any(1)
+        if late.any():
+            raise ValueError("text_mask must have the valid tokens of each dense run first, got a valid token behind an invalid one in "
+                             f"batch element {int(late.int().argmax())}: bring the text's tokens into that order")
 
 
 @remember(64)

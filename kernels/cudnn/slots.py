@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BlockLists
+from ..launch import launch, power_of_2
 from ..lowering.chunks import Partition, block_lists, kv_partition, q_partition
 from ..lowering.inputs import loadable, strided
 from ..lowering.primitives import block_bounds, row_of_lists
-from ..lowering.quick_launch import FUSED, power_of_2
 
 # List entries that a program reads at once, and rows that it copies.
 SEGMENT, ROWS = 256, 64
@@ -69,9 +69,9 @@ class Axis(NamedTuple):
     def _copy(self, x: Tensor, filled: Tensor, fill: bool) -> None:
         batch, heads, _, dim = x.shape
         rows = min(ROWS, self.slot)
-        _copy_kernel[(self.number * self.slot // rows, batch * heads)](
-            x, filled, self.blocks.bounds(heads), *x.stride()[:3], *filled.stride()[:3], heads, self.parts * self.slot,
-            FILL=fill, ROWS=rows, DIM=dim, DIM_PAD=power_of_2(dim), **FUSED)
+        launch(_copy_kernel, (self.number * self.slot // rows, batch * heads, 1), (x, filled, self.blocks.bounds(heads)),
+               (*x.stride()[:3], *filled.stride()[:3], heads, self.parts * self.slot),
+               dict(FILL=fill, ROWS=rows, DIM=dim, DIM_PAD=power_of_2(dim)))
 
 
 def _less(out: Tensor, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,9 +112,9 @@ def slot_lists(blocks: BlockLists, q: Tensor, k: Tensor, slot: int) -> SlotLists
     indices = torch.empty(batch, heads, rows.number, width, dtype=torch.int32, device=q.device)
     sizes = torch.empty(items.number, dtype=torch.int32, device=q.device)
     lists = block_lists(blocks.counts, blocks.indices, heads, items.blocks.number)
-    _lists_kernel[(max(rows.blocks.number, items.blocks.number), heads, batch)](
-        lists, rows.blocks.bounds(heads), items.blocks.bounds(1), counts, indices, sizes, rows.blocks.number, rows.number, items.number,
-        rows.parts, items.parts, width, SLOT=slot, SEGMENT=SEGMENT, **FUSED)
+    launch(_lists_kernel, (max(rows.blocks.number, items.blocks.number), heads, batch),
+           (lists, rows.blocks.bounds(heads), items.blocks.bounds(1), counts, indices, sizes),
+           (rows.blocks.number, rows.number, items.number, rows.parts, items.parts, width), dict(SLOT=slot, SEGMENT=SEGMENT))
     return SlotLists(counts, indices, sizes, rows, items)
 
 

@@ -7,10 +7,7 @@ must be deterministic, it adds in the order that dq_schedule gives, held by a se
 warp waits for the turns to come, and two move the semaphores on when additions are written. The first stores what others add to.
 """
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
-
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,14 +16,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
+from ..launch import launch
 from ..lowering.chunks import Listed, shared_strides
 from ..lowering.dq_accum import KEYS, QUERIES, backward_postprocess, backward_preprocess
 from ..lowering.dq_schedule import FIELDS, NEXT, ROWS, lock_values, schedule
 from ..lowering.inputs import strided
-from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import LOG2E
-from ..lowering.quick_launch import Tiles
-from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks, tma_tiles
+from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks, tma_descriptor
 from ..lowering.transposed import transposed
 from .backward_iterator import BackwardLists
 from .backward_partitions import Rows, announce_dq, compute_dk_dv, compute_dq, load, wait_turn
@@ -139,64 +135,53 @@ def _backward_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, lse_dpsu
 
 def hopper_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
-    scale: float, causal: bool, deterministic: bool, processors: int | None = None,
+    scale: float, causal: bool, deterministic: bool, processors: int | None = None, in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); head_dim 64 or 128. ``processors`` are the device's own.
 
     With ``deterministic`` the programs add to dQ in one order (a semaphore), else when they come (non-deterministic dQ), and dQ's last bits
     differ from run to run, over key blocks of up to KEYS tokens those of dK and dV too. So dQ's may where a deterministic backward waited
-    too long; ``spin_timeouts`` counts that.
+    too long; ``spin_timeouts`` counts that. ``in_place``: dq may take dout's memory, which is read before dq is written.
     """
     listed = Listed.of(blocks, q.shape[2], k.shape[2])
-    dq, dk, dv = _backward((*map(chunks_ready, (q, k, v, dout)), strided(out), lse, dlse), listed.tensors, listed.fixed, scale, causal,
-                           deterministic, processors)
-    return dq, dk, dv
-
-
-def _write_backward(plan: Plan, xs: Sequence[Any], tensors: Sequence[Any], fixed: tuple, scale: float, causal: bool, deterministic: bool,
-                    processors: int | None) -> None:
-    (q, k, v, dout, out, lse, dlse), listed = xs, Listed.planned(tensors, fixed)
-    queries, keys = listed[2:]
-    (batch, heads, q_len, dim), (kv_heads, kv_len) = q.shape, k.shape[1:3]
-    dq, dk, dv = (plan.result_like(x) for x in (q, k, v))
+    q, k, v, dout, out = *map(chunks_ready, (q, k, v, dout)), strided(out)
     if not q.numel() or not k.numel():
-        for x in (dq, dk, dv):
-            plan.call(Tensor.zero_, x)
-        return
-    programs, shape, shift = processors or multiprocessors(plan.device), constants(dim, deterministic), kv_len - q_len
-    if deterministic:
-        # Says in every call whether an earlier one waited too long.
-        plan.call(partial(counter, plan.device))
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    queries, keys = listed.rows, listed.items
+    (batch, heads, q_len, dim), (kv_heads, kv_len) = q.shape, k.shape[1:3]
+    programs, shape, shift = processors or multiprocessors(q.device), constants(dim, deterministic), kv_len - q_len
     flipped = transposed(listed)
-    work = schedule(plan, flipped, batch, heads, kv_heads, programs, deterministic, shift if causal else None, dim)
-    accum = backward_preprocess(plan, dout, dlse, out, lse, scale, queries, deterministic)
+    work = schedule(flipped, batch, heads, kv_heads, programs, deterministic, shift if causal else None, dim)
+    accum = backward_preprocess(dout, dlse, out, lse, scale, queries, deterministic)
     # Where there is no order, anything else stands for what only an order needs.
     locks = timeouts = work.tiles
     if deterministic:
-        locks, timeouts = lock_values(plan, work, listed, flipped, batch, heads, kv_heads), counter(plan.device)
+        # The counter says in every call whether an earlier one waited too long.
+        locks, timeouts = lock_values(work, listed, flipped, batch, heads, kv_heads), counter(q.device)
+    # Ragged blocks need not cover every row. From here on there are gradients, when all is gone that orders need.
+    dk, dv = (torch.empty_like(x) if keys.covers else torch.zeros_like(x) for x in (k, v))
     numbers = (*[batch_tokens(x) or 0 for x in (k, v, q, dout, dk, dv)], *shared_strides(flipped.counts, heads), *queries.strides(heads),
                work.width, heads // kv_heads, heads, keys.number, -(-keys.length // KEYS), q_len, queries.length, accum.number,
                shift, work.number, work.tail)
     # Whether there are tiles or chunks of fewer tokens than the others.
     ragged = not all([axis.uniform and axis.length % size == axis.tokens % size == 0 for axis, size in ((queries, QUERIES), (keys, KEYS))])
     kinds = dict(UNIFORM=queries.uniform, RAGGED=ragged, CAUSAL=causal) | shape
-    # Ragged blocks need not cover every row. From here on there are gradients, when all is gone that orders need.
-    for x in [dk, dv] * (not keys.covers):
-        plan.call(Tensor.zero_, x)
-    # Programs that wait for one another must all be there.
-    descriptors = [Tiles(x, partial(tma_chunks, rows=size)) if ragged else tma_tiles(x, size) for x, size in (
+    descriptors = [tma_chunks(x, size) if ragged else tma_descriptor(x, size) for x, size in (
         (k, KEYS), (v, KEYS), (q, QUERIES), (dout, QUERIES), (dk, KEYS // WARPGROUPS), (dv, KEYS // WARPGROUPS))]
-    plan.launch(_backward_kernel, (programs if deterministic else work.number, 1, 1),
-                (accum.dq_semaphore if deterministic else work.tiles, timeouts, work.tiles, flipped.counts, flipped.indices, locks,
-                 work.skipped if causal else work.tiles, *[flipped.counts if x is None else x for x in queries.tensors], accum.dq_accum),
-                (*numbers, scale * LOG2E, scale), kinds, dict(**OPTIONS, launch_cooperative_grid=deterministic),
-                (*descriptors, Tiles(accum.lse_dpsum, _lse_dpsum_desc)))
+    # Programs that wait for one another must all be there.
+    launch(_backward_kernel, (programs if deterministic else work.number, 1, 1),
+           (accum.dq_semaphore if deterministic else work.tiles, timeouts, work.tiles, flipped.counts, flipped.indices, locks,
+            work.skipped if causal else work.tiles, *[flipped.counts if x is None else x for x in queries.tensors], accum.dq_accum),
+           (*numbers, scale * LOG2E, scale), kinds, dict(**OPTIONS, launch_cooperative_grid=deterministic),
+           (*descriptors, _lse_dpsum_desc(accum.lse_dpsum)))
+    # Only the sums are left when their own gradient comes.
+    dq_accum, dq_semaphore = accum.dq_accum, accum.dq_semaphore
+    del accum, descriptors, locks, flipped, work
+    dq = dout if in_place and dout.stride() == q.stride() else torch.empty_like(q)
     if not queries.covers:
-        plan.call(Tensor.zero_, dq)
-    backward_postprocess(plan, accum, dq, scale, queries)
-
-
-_backward = Plans(_write_backward)
+        dq.zero_()
+    backward_postprocess(dq_accum, dq_semaphore, dq, scale, queries)
+    return dq, dk, dv
 
 
 def constants(dim: int, deterministic: bool) -> dict:

@@ -7,8 +7,7 @@ where pieces of what a ragged tail leaves lie behind one another; the scores of 
 added up. Of a causal mask the chunks that the diagonal cuts come first, one at a time.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 from torch import Tensor, bfloat16
 from triton.experimental import gluon
@@ -17,11 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..blocks import BlockLists
 from ..device import multiprocessors
+from ..launch import launch
 from ..lowering.chunks import Listed, extent, full_chunk, work_queue
 from ..lowering.outputs import empty_outputs, nothing_attended
-from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import LOG2E
-from ..lowering.quick_launch import Tiles
 from ..lowering.tma import batch_tokens, chunks_ready, tma_chunks
 from .config import HopperForwardConfig, hopper_forward_config, split
 from .forward_load import FIELDS, ForwardWork, load
@@ -111,26 +109,15 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: f
     """
     q, k, v = chunks_ready(q), chunks_ready(k), chunks_ready(v)
     listed = Listed.of(blocks, q.shape[2], k.shape[2])
-    lse, *out = _forward((q, k, v), listed.tensors, listed.fixed, blocks.max_kv_length, scale, causal, in_place, config, processors,
-                         split)
-    return (out[0] if out else q), lse
-
-
-def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], fixed: tuple, max_kv_length: int, scale: float,
-                   causal: bool, in_place: bool, config: HopperForwardConfig | None, processors: int | None,
-                   split: Callable[[int, int, int, bool], tuple[int, int]]) -> None:
-    (q, k, v), listed = xs, Listed.planned(tensors, fixed)
     (batch, heads, q_len, dim), (kv_heads, kv_len), rows = q.shape, k.shape[1:3], listed.rows
     out, lse = empty_outputs(q, rows, in_place)
-    plan.results += [lse] if in_place else [lse, out]
     if q.numel() == 0 or k.numel() == 0:
-        plan.call(nothing_attended, out, lse)
-        return
-    processors = processors or multiprocessors(plan.device)
-    config = config or hopper_forward_config(dim, rows.length, max_kv_length, causal, q.dtype == bfloat16, batch * heads * rows.number,
-                                             processors, not listed.items.uniform)
+        return nothing_attended(out, lse)
+    processors = processors or multiprocessors(q.device)
+    config = config or hopper_forward_config(dim, rows.length, blocks.max_kv_length, causal, q.dtype == bfloat16,
+                                             batch * heads * rows.number, processors, not listed.items.uniform)
     full = config.chunk if causal else full_chunk(listed.items.length, config.chunk)
-    queue = work_queue(plan, listed, full, kv_len - q_len if causal else None, config.chunk, config.pieces)
+    queue = work_queue(listed, full, kv_len - q_len if causal else None, config.chunk, config.pieces)
     list_batch, list_heads, width = extent(listed, full)
     places = processors * config.programs
     parts = -(-rows.length // (ROWS * config.warpgroups))
@@ -145,14 +132,12 @@ def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], 
     # Programs may begin before the kernel before them, which writes the queue, has ended.
     options = dict(num_warps=4, maxnreg=REGISTER_FILE // (config.programs * 128 * (config.warpgroups + 1)) // 8 * 8, launch_pdl=True)
     # Where no list is split anything else stands for them.
-    results = partial_results(plan, split_tiles * splits, ROWS * config.warpgroups, dim) if split_tiles else (queue, lse, lse)
-    descriptors = [Tiles(x, partial(tma_chunks, rows=size)) for x, size in (
+    results = partial_results(split_tiles * splits, ROWS * config.warpgroups, dim, q.device) if split_tiles else (queue, lse, lse)
+    descriptors = [tma_chunks(x, size) for x, size in (
         (q, ROWS), (k, config.chunk), (v, config.chunk), (k, config.chunk // config.pieces), (v, config.chunk // config.pieces),
         (out, ROWS))]
-    plan.launch(_forward_kernel, (min(tiles + split_tiles * (splits - 1), places), 1, 1), (lse, queue, *results),
-                (*numbers, scale * LOG2E), constants, options, descriptors)
+    launch(_forward_kernel, (min(tiles + split_tiles * (splits - 1), places), 1, 1), (lse, queue, *results), (*numbers, scale * LOG2E),
+           constants, options, descriptors)
     if split_tiles:
-        merge_parts(plan, results, splits, out, lse)
-
-
-_forward = Plans(_write_forward)
+        merge_parts(results, splits, out, lse)
+    return out, lse

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.plans import Plan
+from ..launch import launch
 from ..lowering.primitives import merged_lse, part_weights, store_rows
 
 # Rows that a program merges.
@@ -47,16 +47,17 @@ def _merge_kernel(partial_rows, partial_out, partial_lse, out, lse, out_batch, o
     tl.store(lse + at_head.to(tl.int64) * tokens + row + offsets, row_lse, mask=offsets < size)
 
 
-def partial_results(plan: Plan, parts: int, rows: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def partial_results(parts: int, rows: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for ``parts`` parts of ``rows`` rows: (int32 [parts, 4] with batch * heads + head, first row and rows of each; out, float32
     [parts, rows, dim]; lse, float32 [parts, rows])."""
-    return (plan.working(parts, FIELDS.value, dtype=torch.int32), plan.working(parts, rows, dim, dtype=torch.float32),
-            plan.working(parts, rows, dtype=torch.float32))
+    return (torch.empty(parts, FIELDS.value, dtype=torch.int32, device=device),
+            torch.empty(parts, rows, dim, dtype=torch.float32, device=device),
+            torch.empty(parts, rows, dtype=torch.float32, device=device))
 
 
-def merge_parts(plan: Plan, parts: tuple[Tensor, Tensor, Tensor], splits: int, out: Tensor, lse: Tensor) -> None:
+def merge_parts(parts: tuple[Tensor, Tensor, Tensor], splits: int, out: Tensor, lse: Tensor) -> None:
     """Writes the rows of tiles that were split, ``splits`` of the ``partial_results`` of each standing behind one another, to out and
     lse."""
-    (_, heads, tokens, dim), (number, rows, _), cuda = out.shape, parts[1].shape, plan.device.type == "cuda"
-    plan.launch(_merge_kernel, (number // splits, rows // ROWS, 1), (*parts, out, lse), (*out.stride()[:3], heads, tokens, splits, rows),
-                dict(ROWS=ROWS, DIM=dim, EARLY=cuda), dict(launch_pdl=True) if cuda else {})
+    (_, heads, tokens, dim), (number, rows, _) = out.shape, parts[1].shape
+    launch(_merge_kernel, (number // splits, rows // ROWS, 1), (*parts, out, lse), (*out.stride()[:3], heads, tokens, splits, rows),
+           dict(ROWS=ROWS, DIM=dim, EARLY=out.is_cuda), dict(launch_pdl=True) if out.is_cuda else {})

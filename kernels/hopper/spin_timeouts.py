@@ -3,8 +3,6 @@ silence."""
 
 from __future__ import annotations
 
-from ctypes import c_int32
-
 import torch
 from torch import Tensor
 
@@ -17,32 +15,26 @@ _MESSAGE = (
 )
 
 
-class _Counter:
-    """One int32 of a device, in pinned memory, so that the kernel adds to it there and the host reads it without a copy or a wait."""
-
-    def __init__(self, device: int) -> None:
-        # Made by the first backward, which compiles the kernel and so cannot be in the capture of a CUDA graph.
-        self.tensor = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device >= 0)
-        # A tensor's item() would take longer than all else here.
-        self.now = c_int32.from_address(self.tensor.data_ptr())
-
-
-_counters: dict[int, _Counter] = {}
+# An int32 of each device, in pinned memory, so that the kernel adds to it there and the host reads it without a copy or a wait. Made by the
+# first backward, which compiles the kernel and so cannot be in the capture of a CUDA graph.
+_counters: dict[int, Tensor] = {}
 
 
 def counter(device: torch.device) -> Tensor:
     """int32 [1] for the kernel to add to; warns, once a process, if earlier backwards have done so already."""
-    found = _counters.get(device.index)
-    if found is None:
-        found = _of(device)
-    if found.now.value:
-        warn_once("hopper spin timeouts", _MESSAGE.format(device, found.now.value))
-    return found.tensor
+    found = _of(device)
+    times = int(found)
+    if times:
+        warn_once("hopper spin timeouts", _MESSAGE.format(device, times))
+    return found
 
 
-def _of(device: torch.device) -> _Counter:
+def _of(device: torch.device) -> Tensor:
     index = -1 if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
-    return _counters.get(index) or _counters.setdefault(index, _Counter(index))
+    found = _counters.get(index)
+    if found is None:
+        found = _counters.setdefault(index, torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=index >= 0))
+    return found
 
 
 def spin_timeouts(device: torch.device | str | int) -> int:
@@ -50,4 +42,4 @@ def spin_timeouts(device: torch.device | str | int) -> int:
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return _of(device).now.value
+    return int(_of(device))

@@ -11,9 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..lowering.plans import Plan
+from ..launch import launch
 from ..lowering.primitives import LOG2E, sampled_rows
-from ..lowering.tma import tma_tiles
+from ..lowering.tma import tma_descriptor
 from .gluon_compat import aggregate, barrier, copy_in
 from .primitives import (
     BIASES,
@@ -285,7 +285,7 @@ def _mass_kernel(k_desc, q, log_count, half_variance, offsets, mass, rounded, er
     ], [4, 1], [96, 48])
 
 
-def hopper_mass(plan: Plan, q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float, sample: int,
+def hopper_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float, sample: int,
                 cap: float, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
     """``sampled_mass`` of the portable kernels, of bfloat16, head_dim 64 or 128."""
     (batch, heads, blocks, units), dim = mass.shape, q.shape[3]
@@ -293,5 +293,5 @@ def hopper_mass(plan: Plan, q: Tensor, k_mean: Tensor, log_count: Tensor, half_v
     numbers = (*q.stride()[:3], heads, heads // k_mean.shape[1], blocks, units, parts)
     fixed = dict(SAMPLE=sample, CAP=cap, ROWS=ROWS, D=dim, UNITS=UNITS, STAGES=STAGES, WARPGROUPS=WARPGROUPS,
                  SUMS=half_variance.shape[3] // units)
-    plan.launch(_mass_kernel, (batch * heads * parts, 1, 1), (q, log_count, half_variance, offsets, mass, rounded, error),
-                (*numbers, scale * LOG2E, 1 / scale), fixed, OPTIONS, (tma_tiles(k_mean, UNITS),))
+    launch(_mass_kernel, (batch * heads * parts, 1, 1), (q, log_count, half_variance, offsets, mass, rounded, error),
+           (*numbers, scale * LOG2E, 1 / scale), fixed, OPTIONS, (tma_descriptor(k_mean, UNITS),))

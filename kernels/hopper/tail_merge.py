@@ -16,9 +16,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..lowering.plans import Plan
+from ..launch import launch
 from ..lowering.primitives import LN2, LOG2E
-from ..lowering.tma import tma_tiles
+from ..lowering.tma import tma_descriptor
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
 from .inline_asm import round_pairs, scheduling_fence
 from .primitives import (
@@ -332,7 +332,7 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
     ], [1], [40])
 
 
-def hopper_tail_merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor,
+def hopper_tail_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor,
                       matrix: Tensor, tail_lse: Tensor, offsets: Tensor, scale: float, shares: Tensor) -> None:
     """``merge`` of the portable kernels, of bfloat16, head_dim 64 or 128, for ROWS rows a program. TMA must be able to follow q and out,
     see ``loaded``."""
@@ -340,8 +340,8 @@ def hopper_tail_merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: T
     blocks, units = bias.shape[2:]
     parts = shares.shape[3]
     numbers = (*out.stride()[:3], blocks, units, heads, heads // k_mean.shape[1], tokens, parts)
-    descriptors = (tma_tiles(q, ROWS), tma_tiles(out, ROWS), tma_tiles(k_mean, UNITS), tma_tiles(v_mean, UNITS),
-                   tma_tiles(matrix.view(batch, heads, blocks * dim, dim), UNITS))
-    plan.launch(_tail_merge_kernel, (batch * heads * blocks * parts, 1, 1), (out, lse, tail_lse, shares, bias, left, offsets),
-                (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)),
-                dict(ROWS=ROWS, D=dim, UNITS=UNITS, K_STAGES=K_STAGES, V_STAGES=V_STAGES), OPTIONS, descriptors)
+    descriptors = (tma_descriptor(q, ROWS), tma_descriptor(out, ROWS), tma_descriptor(k_mean, UNITS), tma_descriptor(v_mean, UNITS),
+                   tma_descriptor(matrix.view(batch, heads, blocks * dim, dim), UNITS))
+    launch(_tail_merge_kernel, (batch * heads * blocks * parts, 1, 1), (out, lse, tail_lse, shares, bias, left, offsets),
+           (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)),
+           dict(ROWS=ROWS, D=dim, UNITS=UNITS, K_STAGES=K_STAGES, V_STAGES=V_STAGES), OPTIONS, descriptors)

@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..device import multiprocessors
-from ..lowering.plans import Plan
-from ..lowering.tma import tma_tiles
+from ..launch import launch
+from ..lowering.tma import tma_descriptor
 from .gluon_compat import aggregate, barrier, copy_in, copy_out
 from .primitives import barrier_ring, matrix, product_layout, ring_arrive, ring_at, ring_free, ring_init, ring_wait
 
@@ -150,21 +150,21 @@ def _product_kernel(left_desc, right_desc, out_desc, out, heads, group, down, ac
         ], [1], [40])
 
 
-def hopper_matrices(plan: Plan, mixture: Tensor, covariances: Tensor, matrix: Tensor) -> None:
+def hopper_matrices(mixture: Tensor, covariances: Tensor, matrix: Tensor) -> None:
     """Writes ``matrix``, ``[B, H, N, D * D]``, of ``mixture`` ``[B, H, N, U]``, whose rows begin at multiples of 16 bytes, and
     ``covariances`` ``[B, Hkv, U, D * D]``; all bfloat16."""
-    _product(plan, mixture, covariances, matrix, False)
+    _product(mixture, covariances, matrix, False)
 
 
-def hopper_half_variances(plan: Plan, queries: Tensor, keys: Tensor, half_variance: Tensor) -> None:
+def hopper_half_variances(queries: Tensor, keys: Tensor, half_variance: Tensor) -> None:
     """Writes ``half_variance``, float32 ``[B, H, N, U]``, of moments of queries ``[B, H, N, E]`` and of keys ``[B, Hkv, U, E]``,
     bfloat16."""
-    _product(plan, queries, keys, half_variance, True)
+    _product(queries, keys, half_variance, True)
 
 
-def _product(plan: Plan, left: Tensor, right: Tensor, out: Tensor, by_column: bool) -> None:
+def _product(left: Tensor, right: Tensor, out: Tensor, by_column: bool) -> None:
     (batch, heads, rows, columns), kv_heads, depth = out.shape, right.shape[1], left.shape[3]
-    warpgroups, processors = 1 if rows <= ROWS else 2, multiprocessors(plan.device)
+    warpgroups, processors = 1 if rows <= ROWS else 2, multiprocessors(left.device)
     down = -(-rows // (warpgroups * ROWS))
     width = COLUMNS if batch * heads * down * -(-columns // COLUMNS) >= processors else FEW_COLUMNS
     across = -(-columns // width)
@@ -175,5 +175,6 @@ def _product(plan: Plan, left: Tensor, right: Tensor, out: Tensor, by_column: bo
     stages = min(STAGES, (ROOM - result) // (2 * DEPTH * (warpgroups * ROWS + width)))
     fixed = dict(ROWS=ROWS, COLUMNS=width, DEPTH=DEPTH, STAGES=stages, WARPGROUPS=warpgroups, BY_COLUMN=by_column)
     shape = (width, DEPTH) if by_column else (DEPTH, width)
-    descriptors = tma_tiles(left, warpgroups * ROWS, DEPTH), tma_tiles(right, *shape), None if by_column else tma_tiles(out, ROWS, width)
-    plan.launch(_product_kernel, (programs, 1, 1), (out if by_column else None,), numbers, fixed, OPTIONS, descriptors)
+    written = None if by_column else tma_descriptor(out, ROWS, width)
+    descriptors = tma_descriptor(left, warpgroups * ROWS, DEPTH), tma_descriptor(right, *shape), written
+    launch(_product_kernel, (programs, 1, 1), (out if by_column else None,), numbers, fixed, OPTIONS, descriptors)

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BlockLists
+from ..launch import launch
 from .arguments import Bounds, ChunkLists, Lists
-from .plans import Plan, Plans
 from .primitives import block_bounds, row_of_lists
 
 # List entries read at once by one program.
@@ -65,11 +65,6 @@ class Partition(NamedTuple):
         """starts and sizes."""
         return self[:2]
 
-    @property
-    def fixed(self) -> tuple:
-        """All but the tensors."""
-        return self[2:]
-
 
 class Listed(NamedTuple):
     """Lists of blocks and the partitions that give them tokens: query blocks list key blocks, or, of a transpose, the other way round."""
@@ -88,17 +83,6 @@ class Listed(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All that kernels read, in the order in which they take it."""
         return self.counts, self.indices, *self.rows.tensors, *self.items.tensors
-
-    @property
-    def fixed(self) -> tuple:
-        """All else."""
-        return self.rows.fixed, self.items.fixed
-
-    @classmethod
-    def planned(cls, tensors: Sequence[Any], fixed: tuple) -> Listed:
-        """The lists whose ``tensors`` and ``fixed`` these are."""
-        counts, indices, *bounds = tensors
-        return cls(counts, indices, Partition(*bounds[:2], *fixed[0]), Partition(*bounds[2:], *fixed[1]))
 
 
 def full_chunk(length: int, room: int) -> int:
@@ -255,7 +239,11 @@ def chunk_lists(listed: Listed, heads: int, chunk: int, causal_shift: int | None
         causal_shift: Skv - Sq under a causal mask, else None. Chunks that no row sees are dropped.
         rows_are_queries: False for a transpose.
     """
-    starts, sizes, full, partial = _chunks((), listed.tensors, listed.fixed, chunk, causal_shift, rows_are_queries)
+    batch, lists, width = extent(listed, chunk)
+    shape = batch, lists, listed.rows.number
+    starts, sizes = (torch.empty(*shape, width, dtype=torch.int32, device=listed.counts.device) for _ in range(2))
+    full, partial = (torch.empty(shape, dtype=torch.int32, device=listed.counts.device) for _ in range(2))
+    _launch(_chunks_kernel, listed, chunk, causal_shift, dict(ROWS_ARE_QUERIES=rows_are_queries), (starts, sizes, full, partial))
     return ChunkLists(starts, sizes, full, partial, *shared_strides(full, heads), starts.shape[3])
 
 
@@ -264,11 +252,11 @@ def block_lists(counts: Tensor, indices: Tensor, heads: int, items: int) -> List
     return Lists(counts.contiguous(), indices.contiguous(), *shared_strides(counts, heads), indices.shape[3], items)
 
 
-def work_queue(plan: Plan, listed: Listed, chunk: int, causal_shift: int | None, room: int, pieces: int = 1) -> Tensor:
+def work_queue(listed: Listed, chunk: int, causal_shift: int | None, room: int, pieces: int = 1) -> Tensor:
     """The result of ``chunk_lists`` for query rows in one tensor, together with the order in which to take the rows: for each
     (batch, head) the longest list first.
 
-    A part of ``plan`` and written at every call, whatever the lists are: whoever takes rows counts in it, so it serves one launch.
+    Made anew in every call, whatever the lists are: whoever takes rows counts in it, so it serves one launch.
 
     Packed chunks: every partial chunk is cut into pieces, of which ``pieces`` fill a packed chunk of ``room`` tokens; the last one may be
     shorter. As all these follow one another they make packed chunks. With one piece that is the partial chunk itself.
@@ -280,10 +268,11 @@ def work_queue(plan: Plan, listed: Listed, chunk: int, causal_shift: int | None,
     """
     (batch, heads, width), (_, _, rows, items) = extent(listed, chunk), listed
     partial = not items.uniform or items.length % chunk > 0 or items.tokens % chunk > 0 or causal_shift is not None
-    queue = plan.working(HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width), dtype=torch.int32)
+    size = HEADER.value + batch * heads * rows.number * (ENTRY.value + (2 if partial else 1) * width)
+    queue = torch.empty(size, dtype=torch.int32, device=listed.counts.device)
     # The kernel that is launched after this one may begin before the queue is written.
-    more = dict(PIECE=room // pieces, PIECES=pieces, EARLY=plan.device.type == "cuda")
-    _launch(plan, _queue_kernel, listed, chunk, causal_shift, more, [queue])
+    more = dict(PIECE=room // pieces, PIECES=pieces, EARLY=queue.is_cuda)
+    _launch(_queue_kernel, listed, chunk, causal_shift, more, (queue,))
     return queue
 
 
@@ -296,23 +285,13 @@ def extent(listed: Listed, chunk: int) -> tuple[int, int, int]:
     return batch, heads, max(listed.indices.shape[3] * -(-listed.items.length // chunk), 1)
 
 
-def _write_chunks(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], fixed: tuple, chunk: int, causal_shift: int | None,
-                  rows_are_queries: bool) -> None:
-    listed = Listed.planned(tensors, fixed)
-    batch, heads, width = extent(listed, chunk)
-    out = [plan.result(batch, heads, listed.rows.number, *more, dtype=torch.int32) for more in ((width,), (width,), (), ())]
-    _launch(plan, _chunks_kernel, listed, chunk, causal_shift, dict(ROWS_ARE_QUERIES=rows_are_queries), out)
-
-
-def _launch(plan: Plan, kernel: Any, listed: Listed, chunk: int, causal_shift: int | None, more: dict, out: Sequence[Tensor]) -> None:
+def _launch(kernel: Any, listed: Listed, chunk: int, causal_shift: int | None, more: dict, out: Sequence[Tensor]) -> None:
     (batch, heads, width), (_, indices, rows, items) = extent(listed, chunk), listed
     numbers = (*shared_strides(listed.counts, heads), *rows.strides(heads), *items.strides(heads), heads, rows.number, items.number,
                rows.length, rows.tokens, items.length, items.tokens, indices.shape[3], width, -(-items.length // chunk), causal_shift or 0)
-    plan.launch(kernel, (rows.number, heads, batch), (*listed.tensors, *out), numbers,
-                dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None) | more)
+    launch(kernel, (rows.number, heads, batch), (*listed.tensors, *out), numbers,
+           dict(CHUNK=chunk, SEGMENT=SEGMENT, CAUSAL=causal_shift is not None) | more)
 
-
-_chunks = Plans(_write_chunks)
 
 
 def shared_strides(x: Tensor, heads: int) -> tuple[int, int, int]:

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch import launch
 from .arguments import Bounds
 from .chunks import Partition
-from .plans import Plan
 from .primitives import load_rows, own_rows, store_rows
 
 QUERIES = 64
@@ -38,7 +38,7 @@ class Accum(NamedTuple):
     @property
     def number(self) -> int:
         """Slots of a head."""
-        return self.lse_dpsum.shape[2]
+        return self.dq_accum.shape[2]
 
 
 @triton.jit
@@ -102,28 +102,28 @@ def _postprocess_kernel(dq_accum, dq_semaphore, dq, q_starts, q_sizes, dq_batch,
     store_rows(dq + batch * dq_batch + head.to(tl.int64) * dq_head, row, dq_row, rows, x * scale, M, DIM, DIM)
 
 
-def backward_preprocess(plan: Plan, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, queries: Partition,
+def backward_preprocess(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, queries: Partition,
                         ordered: bool) -> Accum:
     """The rows that the backward kernel reads, and where it adds; ``ordered``: with a semaphore for every chunk."""
     batch, heads, q_len, dim = out.shape
     slots = q_len // QUERIES + queries.number + 1
-    lse_dpsum = plan.working(batch, heads, slots, QUERIES, 16, dtype=torch.bfloat16)
-    dq_accum = plan.working(batch, heads, slots, QUERIES * dim, dtype=torch.float32)
-    dq_semaphore = plan.working(batch, heads, slots, dim // 64, dtype=torch.int32) if ordered else None
+    lse_dpsum = torch.empty(batch, heads, slots, QUERIES, 16, dtype=torch.bfloat16, device=out.device)
+    dq_accum = torch.empty(batch, heads, slots, QUERIES * dim, dtype=torch.float32, device=out.device)
+    dq_semaphore = torch.empty(batch, heads, slots, dim // 64, dtype=torch.int32, device=out.device) if ordered else None
     parts = -(-queries.length // QUERIES)
     given = lse if dlse is None else dlse
     numbers = (*out.stride()[:3], *dout.stride()[:3], *given.stride(), *queries.strides(heads), heads, q_len, queries.length, slots)
-    plan.launch(_preprocess_kernel, (queries.number * parts, batch * heads, 1),
-                (out, dout, given, lse, lse_dpsum, dq_accum, dq_semaphore, *queries.tensors), (*numbers, scale),
-                dict(PARTS=parts, HAS_DLSE=dlse is not None, ORDERED=ordered, M=QUERIES, DIM=dim))
+    launch(_preprocess_kernel, (queries.number * parts, batch * heads, 1),
+           (out, dout, given, lse, lse_dpsum, dq_accum, dq_semaphore, *queries.tensors), (*numbers, scale),
+           dict(PARTS=parts, HAS_DLSE=dlse is not None, ORDERED=ordered, M=QUERIES, DIM=dim))
     return Accum(lse_dpsum, dq_accum, dq_semaphore)
 
 
-def backward_postprocess(plan: Plan, accum: Accum, dq: Tensor, scale: float, queries: Partition) -> None:
-    """Writes the sums, times ``scale``, to dq [B, H, tokens, D] in its dtype."""
+def backward_postprocess(dq_accum: Tensor, dq_semaphore: Tensor | None, dq: Tensor, scale: float, queries: Partition) -> None:
+    """Writes the sums, times ``scale``, to dq [B, H, tokens, D] in its dtype. The first two are an ``Accum``'s."""
     batch, heads, q_len, dim = dq.shape
     parts = -(-queries.length // QUERIES)
-    numbers = (*dq.stride()[:3], *queries.strides(heads), heads, q_len, queries.length, accum.number)
-    plan.launch(_postprocess_kernel, (queries.number * parts, batch * heads, 1),
-                (accum.dq_accum, accum.dq_semaphore, dq, *queries.tensors), (*numbers, scale),
-                dict(PARTS=parts, ORDERED=accum.dq_semaphore is not None, M=QUERIES, DIM=dim))
+    numbers = (*dq.stride()[:3], *queries.strides(heads), heads, q_len, queries.length, dq_accum.shape[2])
+    launch(_postprocess_kernel, (queries.number * parts, batch * heads, 1),
+           (dq_accum, dq_semaphore, dq, *queries.tensors), (*numbers, scale),
+           dict(PARTS=parts, ORDERED=dq_semaphore is not None, M=QUERIES, DIM=dim))

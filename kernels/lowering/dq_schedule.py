@@ -31,12 +31,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch import launch, power_of_2
 from .arguments import Bounds
 from .chunks import Listed, shared_strides
 from .dq_accum import KEYS, QUERIES
-from .plans import Plan
 from .primitives import block_bounds
-from .quick_launch import power_of_2
 
 # int32 numbers of a tile: first key; keys from there to the end of the block; batch; key/value head; key block; part of it; iterations, -1
 # of a part beyond the end of its block; the next tile of the same program, or -1; where in its lists it begins, in 1 / ROTATION_UNITS of
@@ -315,7 +314,7 @@ def heads_together(pairs: int, rows: int, dim: int) -> int:
     return max(number for number in range(1, min(most, pairs) + 1) if pairs % number == 0)
 
 
-def schedule(plan: Plan, flipped: Listed, batch: int, heads: int, kv_heads: int, programs: int, ordered: bool, shift: int | None = None,
+def schedule(flipped: Listed, batch: int, heads: int, kv_heads: int, programs: int, ordered: bool, shift: int | None = None,
              dim: int = 128) -> DqSchedule:
     """The tiles of all heads; ``ordered``: assigned to so many programs.
 
@@ -323,7 +322,7 @@ def schedule(plan: Plan, flipped: Listed, batch: int, heads: int, kv_heads: int,
     ``flipped``: for each key block the query blocks that attend to it, whose ids ascend; ``dim`` the head_dim, see ``heads_together``.
     ROTATION of tiles that are not assigned is 0.
     """
-    counts, indices, keys, queries = flipped
+    (counts, indices, keys, queries), device = flipped, flipped.counts.device
     group, width = heads // kv_heads, indices.shape[3]
     parts = -(-keys.length // KEYS)
     number = batch * kv_heads * keys.number * parts
@@ -332,33 +331,33 @@ def schedule(plan: Plan, flipped: Listed, batch: int, heads: int, kv_heads: int,
     share = ROTATION_UNITS.value
     if parts == 1:
         share = min(share, NEAR * share // max(bytes_of(together * queries.tokens * group, dim), 1))
-    tiles = plan.working(number + tail + programs * ordered, FIELDS.value, dtype=torch.int32)
+    tiles = torch.empty(number + tail + programs * ordered, FIELDS.value, dtype=torch.int32, device=device)
     strides = shared_strides(counts, heads)
-    skipped = None if shift is None else plan.working(batch, heads, keys.number, dtype=torch.int32)
+    skipped = None if shift is None else torch.empty(batch, heads, keys.number, dtype=torch.int32, device=device)
     numbers: tuple[int, ...] = (*strides, *keys.strides(kv_heads), *queries.strides(heads), kv_heads, group, keys.number, keys.length,
                                 keys.tokens, queries.length, queries.tokens, width, parts, together, shift or 0)
     constants = dict(M=QUERIES, N=KEYS, SEGMENT=SEGMENT, PARTS=power_of_2(parts), CAUSAL=shift is not None)
-    plan.launch(_tiles_kernel, (keys.number, batch * kv_heads, 1), (*flipped.tensors, tiles, skipped), numbers, constants)
+    launch(_tiles_kernel, (keys.number, batch * kv_heads, 1), (*flipped.tensors, tiles, skipped), numbers, constants)
     constants = dict(OWN=16, OTHERS=128)
-    plan.launch(_order_kernel, (-(-tail // constants["OWN"]), 1, 1), (tiles,), (number, tail), constants)
+    launch(_order_kernel, (-(-tail // constants["OWN"]), 1, 1), (tiles,), (number, tail), constants)
     times = None
     if ordered:
-        times = plan.working(number, dtype=torch.int32)
-        plan.launch(_assign_kernel, (1, 1, 1), (tiles, times), (number, programs, group, STAGGER, tail, share),
-                    dict(PROGRAMS=power_of_2(programs), WINDOW=1024))
+        times = torch.empty(number, dtype=torch.int32, device=device)
+        launch(_assign_kernel, (1, 1, 1), (tiles, times), (number, programs, group, STAGGER, tail, share),
+               dict(PROGRAMS=power_of_2(programs), WINDOW=1024))
     return DqSchedule(tiles, number, tail, times, skipped, width, parts, together)
 
 
-def lock_values(plan: Plan, work: DqSchedule, listed: Listed, flipped: Listed, batch: int, heads: int, kv_heads: int) -> Tensor:
+def lock_values(work: DqSchedule, listed: Listed, flipped: Listed, batch: int, heads: int, kv_heads: int) -> Tensor:
     """int32 [B, Hq, key blocks, parts, width]: how many tiles of ordered ``work`` add to a query block before this one does."""
     (own_counts, own_indices, queries, keys), (counts, indices, *_) = listed, flipped
     capacity = own_indices.shape[3]
     # And behind the times of a query block's tiles, where their lock values stand.
-    whens = plan.working(batch, heads, queries.number, 2, capacity, work.parts, dtype=torch.int64)
-    values = plan.working(batch, heads, keys.number, work.parts, work.width, dtype=torch.int32)
+    whens = torch.empty(batch, heads, queries.number, 2, capacity, work.parts, dtype=torch.int64, device=counts.device)
+    values = torch.empty(batch, heads, keys.number, work.parts, work.width, dtype=torch.int32, device=counts.device)
     numbers = (*shared_strides(own_counts, heads), *shared_strides(counts, heads), kv_heads, heads // kv_heads, keys.number, capacity,
                work.width, work.parts, work.together, work.width.bit_length())
-    plan.launch(_lock_value_kernel, (queries.number, heads, batch),
-                (own_counts, own_indices, counts, indices, work.tiles, work.times, work.skipped, whens, values), numbers,
-                dict(SEGMENT=32, OTHERS=32, CAUSAL=work.skipped is not None), dict(num_warps=1))
+    launch(_lock_value_kernel, (queries.number, heads, batch),
+           (own_counts, own_indices, counts, indices, work.tiles, work.times, work.skipped, whens, values), numbers,
+           dict(SEGMENT=32, OTHERS=32, CAUSAL=work.skipped is not None), dict(num_warps=1))
     return values

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch import launch, power_of_2
 from .chunks import Partition
-from .plans import Plan, Plans
-from .quick_launch import power_of_2
 
 # Rows that a program clears at once.
 ROWS = 32
@@ -48,25 +44,16 @@ def empty_outputs(q: Tensor, rows: Partition, in_place: bool = False) -> tuple[T
     ``in_place``: out is q itself. That is right for kernels whose programs write rows of one block and head and nothing else, and have
     read these rows of q before; what a program reads of rows that are not its own must not reach its result.
     """
-    lse, *out = _outputs((q,), rows.tensors, rows.fixed, in_place)
-    return (out[0] if out else q), lse
-
-
-def nothing_attended(out: Tensor, lse: Tensor) -> None:
-    """What rows get where there is no key."""
-    out.zero_()
-    lse.fill_(float("-inf"))
-
-
-def _write(plan: Plan, xs: Sequence[Tensor], bounds: Sequence[Any], fixed: tuple, in_place: bool) -> None:
-    (q,), rows = xs, Partition(*bounds, *fixed)
     batch, heads, tokens, dim = q.shape
-    lse = plan.result(batch, heads, tokens, dtype=torch.float32)
-    out = q if in_place else plan.result_like(q)
+    out = q if in_place else torch.empty_like(q)
+    lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     if not rows.covers and batch * heads:
         numbers = (*out.stride()[:3], *rows.strides(heads), heads, tokens)
-        plan.launch(_clear_kernel, (rows.number + 1, batch * heads, 1), (out, lse, rows.starts, rows.sizes), numbers,
-                    dict(ROWS=ROWS, DIM=dim, DIM_PAD=power_of_2(dim)))
+        launch(_clear_kernel, (rows.number + 1, batch * heads, 1), (out, lse, rows.starts, rows.sizes), numbers,
+               dict(ROWS=ROWS, DIM=dim, DIM_PAD=power_of_2(dim)))
+    return out, lse
 
 
-_outputs = Plans(_write)
+def nothing_attended(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) where there is no key."""
+    return out.zero_(), lse.fill_(float("-inf"))

@@ -1,14 +1,11 @@
 """Tensors as Hopper's TMA takes them: [1, 1, rows, D] tiles of [B, H, tokens, D], swizzled in shared memory."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .inputs import loaded
-from .quick_launch import Tiles
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
@@ -21,11 +18,6 @@ def tma_descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDe
         TypeError: another dtype.
     """
     return TensorDescriptor(x, list(x.shape), list(x.stride()), *_tile(x.dtype, rows, columns or x.shape[3]))
-
-
-def tma_tiles(x: Tensor, rows: int, columns: int | None = None) -> Tiles:
-    """``tma_descriptor`` for a launch."""
-    return Tiles(x, partial(tma_descriptor, rows=rows, columns=columns))
 
 
 def _tile(dtype: torch.dtype, rows: int, dim: int, axes: int = 4) -> tuple[list[int], gl.NVMMASharedLayout]:

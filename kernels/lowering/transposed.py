@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor, int8, int32
 
+from ..launch import launch
 from .chunks import Listed
-from .plans import Plan, Plans
 
 # Entries of a list that a program reads at once; and of the matrix of pairs, query blocks by key blocks.
 ENTRIES, ROWS, ITEMS = 256, 64, 32
@@ -49,18 +47,15 @@ def _columns_kernel(pairs, counts, indices, rows, items, ROWS: tl.constexpr, ITE
 
 def transposed(listed: Listed) -> Listed:
     """For each item the rows that list it, ids ascending; nothing is written past the counts."""
-    counts, indices = _transposed((), (listed.counts, listed.indices), listed.items.number)
+    (batch, heads, rows, capacity), items, device = listed.indices.shape, listed.items.number, listed.indices.device
+    counts = torch.empty(batch, heads, items, dtype=torch.int32, device=device)
+    indices = torch.empty(batch, heads, items, rows, dtype=torch.int32, device=device)
+    if batch * heads * rows * items:
+        pairs = torch.empty(batch, heads, rows, items, dtype=torch.int8, device=device)
+        launch(_pairs_kernel, (batch * heads * rows, 1, 1), (listed.counts, listed.indices, pairs), (capacity, items),
+               dict(ENTRIES=ENTRIES))
+        launch(_columns_kernel, (-(-items // ITEMS), batch * heads, 1), (pairs, counts, indices), (rows, items),
+               dict(ROWS=ROWS, ITEMS=ITEMS))
+    else:
+        counts.zero_()
     return Listed(counts, indices, listed.items, listed.rows)
-
-
-def _write(plan: Plan, xs: Sequence[Tensor], lists: Sequence[Tensor], items: int) -> None:
-    (counts, indices), (batch, heads, rows, capacity) = lists, lists[1].shape
-    flipped = [plan.result(batch, heads, items, *more, dtype=int32) for more in ((), (rows,))]
-    if not batch * heads * rows * items:
-        return plan.call(Tensor.zero_, flipped[0])
-    pairs = plan.working(batch, heads, rows, items, dtype=int8)
-    plan.launch(_pairs_kernel, (batch * heads * rows, 1, 1), (counts, indices, pairs), (capacity, items), dict(ENTRIES=ENTRIES))
-    plan.launch(_columns_kernel, (-(-items // ITEMS), batch * heads, 1), (pairs, *flipped), (rows, items), dict(ROWS=ROWS, ITEMS=ITEMS))
-
-
-_transposed = Plans(_write)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..blocks import BlockLists
 from ..device import DeviceLimits, device_limits
+from ..launch import launch, power_of_2
 from ..lowering.arguments import view
 from ..lowering.chunks import Listed, chunk_lists
 from ..lowering.inputs import descriptor, strided
@@ -29,7 +30,6 @@ from ..lowering.primitives import (
     store_rows,
     visible_keys,
 )
-from ..lowering.quick_launch import FUSED
 from ..lowering.transposed import transposed
 from .config import LaunchConfig, dkv_config, dq_config
 
@@ -185,45 +185,50 @@ def _dkv_kernel(k, v, q, dout, q_tiles, do_tiles, lse2, delta, chunks, bounds, d
 def triton_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockLists,
     scale: float, causal: bool, configs: tuple[LaunchConfig, LaunchConfig] | None = None,
-    limits: DeviceLimits | None = None,
+    limits: DeviceLimits | None = None, in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv). ``configs`` (dq's, dkv's) override the launch table, ``limits`` are the device's own."""
+    """(dq, dk, dv). ``configs`` (dq's, dkv's) override the launch table, ``limits`` are the device's own.
+
+    ``in_place``: dq may take dout's memory. A program loads the rows of dout that it is going to write before anything else.
+    """
     q, k, v, dout = map(strided, (q, k, v, dout))
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     listed = Listed.of(blocks, q_len, kv_len)
     q_blocks, kv_blocks = listed[2:]
-    # Ragged blocks need not cover every row.
-    dq = torch.empty_like(q) if q_blocks.covers else torch.zeros_like(q)
-    dk, dv = (torch.empty_like(x) if kv_blocks.covers else torch.zeros_like(x) for x in (k, v))
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     limits = limits or device_limits(q.device)
     for_dq, for_dkv = configs or (dq_config(dim, blocks.max_q_length, blocks.max_kv_length, limits),
                                   dkv_config(dim, blocks.max_q_length, blocks.max_kv_length, limits))
-    dim_pad = max(triton.next_power_of_2(dim), 16)
+    dim_pad = max(power_of_2(dim), 16)
     shape = dict(DIM=dim, DIM_PAD=dim_pad, CAUSAL=causal)
     shift = kv_len - q_len if causal else None
 
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     q_view, k_view, v_view, do_view = map(view, (q, k, v, dout))
-    delta_kernel[(triton.cdiv(q_len, DELTA_ROWS), batch * heads)](
-        view(out), do_view, None if dlse is None else view(dlse), view(lse), delta, lse2, heads, q_len,
-        M=DELTA_ROWS, DIM=dim, DIM_PAD=dim_pad, **FUSED)
+    launch(delta_kernel, (-(-q_len // DELTA_ROWS), batch * heads, 1),
+           (view(out), do_view, None if dlse is None else view(dlse), view(lse), delta, lse2), (heads, q_len),
+           dict(M=DELTA_ROWS, DIM=dim, DIM_PAD=dim_pad))
 
-    chunks = chunk_lists(listed, heads, for_dq.block_n, shift)
-    parts = triton.cdiv(q_blocks.length, for_dq.block_m)
-    k_tiles, v_tiles = (descriptor(x, for_dq.block_n, dim_pad, limits.tma) for x in (k, v))
-    _dq_kernel[(q_blocks.number * parts, batch * heads)](
-        q_view, k_view, v_view, do_view, k_tiles, v_tiles, view(dq), lse2, delta, q_blocks.bounds(heads), chunks,
-        heads, heads // kv_heads, kv_len - q_len, scale * LOG2E, scale, PARTS=parts, M=for_dq.block_m, N=for_dq.block_n,
-        **shape, **for_dq.options())
-
+    # Ragged blocks need not cover every row.
+    dk, dv = (torch.empty_like(x) if kv_blocks.covers else torch.zeros_like(x) for x in (k, v))
     chunks = chunk_lists(transposed(listed), heads, for_dkv.block_m, shift, rows_are_queries=False)
-    parts = triton.cdiv(kv_blocks.length, for_dkv.block_n)
+    parts = -(-kv_blocks.length // for_dkv.block_n)
     q_tiles, do_tiles = (descriptor(x, for_dkv.block_m, dim_pad, limits.tma) for x in (q, dout))
-    _dkv_kernel[(kv_blocks.number * parts, batch * kv_heads)](
-        k_view, v_view, q_view, do_view, q_tiles, do_tiles, lse2, delta, chunks, kv_blocks.bounds(kv_heads),
-        view(dk), view(dv), kv_heads, heads // kv_heads, q_len, kv_len - q_len, scale * LOG2E, scale,
-        PARTS=parts, M=for_dkv.block_m, N=for_dkv.block_n, **shape, **for_dkv.options())
+    launch(_dkv_kernel, (kv_blocks.number * parts, batch * kv_heads, 1),
+           (k_view, v_view, q_view, do_view, q_tiles, do_tiles, lse2, delta, chunks, kv_blocks.bounds(kv_heads), view(dk), view(dv)),
+           (kv_heads, heads // kv_heads, q_len, kv_len - q_len, scale * LOG2E, scale),
+           dict(PARTS=parts, M=for_dkv.block_m, N=for_dkv.block_n) | shape, for_dkv.options())
+
+    # Nothing reads dout after this one.
+    own = in_place and q_blocks.covers and dout.stride() == q.stride()
+    dq = dout if own else torch.empty_like(q) if q_blocks.covers else torch.zeros_like(q)
+    chunks = chunk_lists(listed, heads, for_dq.block_n, shift)
+    parts = -(-q_blocks.length // for_dq.block_m)
+    k_tiles, v_tiles = (descriptor(x, for_dq.block_n, dim_pad, limits.tma) for x in (k, v))
+    launch(_dq_kernel, (q_blocks.number * parts, batch * heads, 1),
+           (q_view, k_view, v_view, do_view, k_tiles, v_tiles, view(dq), lse2, delta, q_blocks.bounds(heads), chunks),
+           (heads, heads // kv_heads, kv_len - q_len, scale * LOG2E, scale),
+           dict(PARTS=parts, M=for_dq.block_m, N=for_dq.block_n) | shape, for_dq.options())
     return dq, dk, dv

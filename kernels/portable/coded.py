@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.plans import Plan
-from ..lowering.quick_launch import power_of_2
+from ..launch import launch, power_of_2
 from .config import LaunchConfig
 from .tail_statistics import SLAB
 
@@ -249,20 +248,21 @@ def _mixture_kernel(mixture, covariances, scales, out, rows, units, mixture_row,
     _put(out, acc_3, first + 3 * GROUP, mask, DIM)
 
 
-def write(plan: Plan, found: Sequence[Tensor], into: Sequence[Tensor], places: Tensor | None, first: int) -> None:
+def write(found: Sequence[Tensor], into: Sequence[Tensor], places: Tensor | int) -> None:
     """Codes what is known of units.
 
     Args:
         found: log_count, k_mean, v_mean, moments and covariances of some units.
         into: the same of those that there is room for, the last two coded, and scales.
-        places: int64, which of these the units become; None = those from ``first`` on.
+        places: int64, which of these the units become; an int = those from there on.
     """
     (batch, heads, units, size), dim, (room, moments) = found[3].shape, found[1].shape[3], into[3].shape[2:]
-    plan.launch(_write_kernel, (units, batch * heads, 2 * slabs(dim)), (*found, places, *into), (units, room, first),
-                dict(SIZE=size, BYTES=moments, MIXED_BYTES=into[4].shape[3], DIM=dim, DIM_PAD=_pad(dim)), _TABLE["write"].options())
+    listed, first = (None, places) if isinstance(places, int) else (places, 0)
+    launch(_write_kernel, (units, batch * heads, 2 * slabs(dim)), (*found, listed, *into), (units, room, first),
+           dict(SIZE=size, BYTES=moments, MIXED_BYTES=into[4].shape[3], DIM=dim, DIM_PAD=_pad(dim)), _TABLE["write"].options())
 
 
-def half_variances(plan: Plan, queries: Tensor, moments: Tensor, scales: Tensor, out: Tensor) -> None:
+def half_variances(queries: Tensor, moments: Tensor, scales: Tensor, out: Tensor) -> None:
     """Writes ``out``, float32 ``[B, H, N, slabs * U]``: the products of ``queries``, what ``query_moments`` writes, with coded ``moments``,
     whose sums over slabs are what is wanted."""
     batch, heads, rows, size = queries.shape
@@ -270,22 +270,22 @@ def half_variances(plan: Plan, queries: Tensor, moments: Tensor, scales: Tensor,
     rows, dim = rows * (heads // kv_heads), _dim(scales)
     config = _config("half_variances", rows)
     m, n = config.block_m, config.block_n
-    plan.launch(_half_variance_kernel, (-(-units // n) * batch * kv_heads, -(-rows // m), slabs(dim)), (queries, moments, scales, out),
-                (batch * kv_heads, rows, units),
-                dict(SIZE=size, BYTES=moments.shape[3], M=m, N=n, SLABS=slabs(dim), DIM=dim, DIM_PAD=_pad(dim),
-                     HALF=max(_pad(dim) // 2, SLAB)), config.options())
+    launch(_half_variance_kernel, (-(-units // n) * batch * kv_heads, -(-rows // m), slabs(dim)), (queries, moments, scales, out),
+           (batch * kv_heads, rows, units),
+           dict(SIZE=size, BYTES=moments.shape[3], M=m, N=n, SLABS=slabs(dim), DIM=dim, DIM_PAD=_pad(dim),
+                HALF=max(_pad(dim) // 2, SLAB)), config.options())
 
 
-def mixtures(plan: Plan, mixture: Tensor, covariances: Tensor, scales: Tensor, out: Tensor) -> None:
+def mixtures(mixture: Tensor, covariances: Tensor, scales: Tensor, out: Tensor) -> None:
     """Writes ``out``, bfloat16 ``[B, H, N, D * D]``: the products of ``mixture [B, H, N, U]``, of dense rows, with coded ``covariances``.
     """
     (batch, heads, rows, units), kv_heads = mixture.shape, covariances.shape[1]
     rows *= heads // kv_heads
     dim, config = _dim(scales), _config("mixtures", rows)
     m, n = config.block_m, config.block_n
-    plan.launch(_mixture_kernel, (slabs(dim) * GROUP.value, -(-rows // m), batch * kv_heads), (mixture, covariances, scales, out),
-                (rows, units, mixture.stride(2)), dict(BYTES=covariances.shape[3], M=m, N=n, DIM=dim, DIM_PAD=_pad(dim)),
-                config.options())
+    launch(_mixture_kernel, (slabs(dim) * GROUP.value, -(-rows // m), batch * kv_heads), (mixture, covariances, scales, out),
+           (rows, units, mixture.stride(2)), dict(BYTES=covariances.shape[3], M=m, N=n, DIM=dim, DIM_PAD=_pad(dim)),
+           config.options())
 
 
 def _dim(scales: Tensor) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..device import HOPPER_SHARED_MEMORY, DeviceLimits
-from ..lowering.quick_launch import FUSED
+from ..launch import FUSED
 
 
 @dataclass(frozen=True)

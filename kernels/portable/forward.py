@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BlockLists
 from ..device import DeviceLimits, device_limits
-from ..lowering.arguments import Bounds, ChunkLists, view
+from ..launch import launch, power_of_2
+from ..lowering.arguments import view
 from ..lowering.chunks import Listed, chunk_lists
 from ..lowering.inputs import descriptor, strided
 from ..lowering.outputs import empty_outputs, nothing_attended
-from ..lowering.plans import Plan, Plans
 from ..lowering.primitives import (
     LOG2E,
     LOWEST,
@@ -144,38 +140,19 @@ def triton_forward(
     """
     q, k, v = map(strided, (q, k, v))
     listed = Listed.of(blocks, q.shape[2], k.shape[2])
-    config = config or forward_config(q.shape[3], blocks.max_q_length, blocks.max_kv_length, limits or device_limits(q.device))
-    lse, *out = _forward((q, k, v), listed.tensors, listed.fixed, scale, causal, config, limits, in_place)
-    return (out[0] if out else q), lse
-
-
-def _write_forward(plan: Plan, xs: Sequence[Tensor], tensors: Sequence[Tensor], fixed: tuple, scale: float, causal: bool,
-                   config: LaunchConfig, limits: DeviceLimits | None, in_place: bool) -> None:
-    (q, k, v), listed = xs, Listed.planned(tensors, fixed)
     out, lse = empty_outputs(q, listed.rows, in_place)
-    plan.results += [lse] if in_place else [lse, out]
     if q.numel() == 0 or k.numel() == 0:
-        plan.call(nothing_attended, out, lse)
-        return
-    heads, shift = q.shape[1], k.shape[2] - q.shape[2]
-    chunks = chunk_lists(listed, heads, config.block_n, shift if causal else None)
-    bounds = listed.rows.bounds(heads)
-    limits = limits or device_limits(plan.device)
-    # Its arguments are tuples, which Triton specialises at every launch.
-    plan.call(partial(_launch, bounds[2:], chunks[4:], listed.rows.number, scale, causal, config, limits), q, k, v, out, lse, *bounds[:2],
-              *chunks[:4])
-
-
-def _launch(of_bounds: tuple, of_chunks: tuple, blocks: int, scale: float, causal: bool, config: LaunchConfig, limits: DeviceLimits,
-            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> None:
-    (batch, heads, _, dim), bounds = q.shape, Bounds(*rest[:2], *of_bounds)
-    parts = triton.cdiv(bounds.length, config.block_m)
-    dim_pad = max(triton.next_power_of_2(dim), 16)
-    k_tiles, v_tiles = (descriptor(x, config.block_n, dim_pad, limits.tma) for x in (k, v))
-    _forward_kernel[(blocks * parts, batch * heads)](
-        view(q), view(k), view(v), k_tiles, v_tiles, view(out), lse, bounds, ChunkLists(*rest[2:], *of_chunks),
-        heads, heads // k.shape[1], k.shape[2] - q.shape[2], scale * LOG2E, PARTS=parts, M=config.block_m, N=config.block_n,
-        DIM=dim, DIM_PAD=dim_pad, CAUSAL=causal, AHEAD=forward_reads_ahead(dim, config.block_m, limits), **config.options())
-
-
-_forward = Plans(_write_forward)
+        return nothing_attended(out, lse)
+    (batch, heads, q_len, dim), (kv_heads, kv_len) = q.shape, k.shape[1:3]
+    limits = limits or device_limits(q.device)
+    config = config or forward_config(dim, blocks.max_q_length, blocks.max_kv_length, limits)
+    chunks = chunk_lists(listed, heads, config.block_n, kv_len - q_len if causal else None)
+    parts = -(-listed.rows.length // config.block_m)
+    dim_pad = max(power_of_2(dim), 16)
+    tiles = [descriptor(x, config.block_n, dim_pad, limits.tma) for x in (k, v)]
+    launch(_forward_kernel, (listed.rows.number * parts, batch * heads, 1),
+           (view(q), view(k), view(v), *tiles, view(out), lse, listed.rows.bounds(heads), chunks),
+           (heads, heads // kv_heads, kv_len - q_len, scale * LOG2E),
+           dict(PARTS=parts, M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=dim_pad, CAUSAL=causal,
+                AHEAD=forward_reads_ahead(dim, config.block_m, limits)), config.options())
+    return out, lse

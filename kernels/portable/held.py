@@ -1,20 +1,18 @@
 """What a cache holds, by Triton's kernels: units' statistics, covariances in two bits an entry, and what is written to a ring.
 
-Arguments are those of ``eager/held.py``. Each step is planned once for a kind of tensors, see ``lowering/plans.py``.
+Arguments are those of ``eager/held.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.plans import Plan, Plans
-from ..lowering.quick_launch import power_of_2
+from ..launch import launch, power_of_2
 from ..tail import KeyStatistics
 from . import coded
 from .tail_config import strides
@@ -50,30 +48,18 @@ def room_for_statistics(k: Tensor, blocks: int, parts: int) -> KeyStatistics:
 
 def write_statistics(found: KeyStatistics, into: KeyStatistics, places: Tensor | int) -> None:
     """See ``eager/held.py``."""
-    given, first = (None, places) if isinstance(places, int) else (places, 0)
-    _write(list(into.held.values()), (*[x.contiguous() for x in found.held.values()], given), first)
-
-
-def _write_write(plan: Plan, xs: Sequence[Tensor], others: Sequence[Any], first: int) -> None:
-    *found, places = others
-    coded.write(plan, found, xs, places, first)
+    coded.write([x.contiguous() for x in found.held.values()], list(into.held.values()), places)
 
 
 def write_ring(xs: Sequence[Tensor], source: Tensor, at: Tensor, place: Tensor, each: int, size: int) -> None:
     """See ``eager/held.py``."""
-    _ring(xs, (source, at, place), each, size)
-
-
-def _write_ring(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], each: int, size: int) -> None:
-    source, at, place = others
+    # Plain torch, which estimates in the interpreter, has covariances of two dimensions.
+    xs = [x.flatten(3) if x.dim() > 4 else x for x in xs]
     for x in xs:
         x = x[..., None] if x.dim() == 3 else x
         batch, heads, _, width = x.shape
         pad = power_of_2(width)
         rows = max(1, MOVED // pad)
-        plan.launch(_ring_kernel, (-(-len(source) // rows), batch * heads, 1), (x, source, at, place),
-                    (*strides(x), heads, len(source), each, size), dict(ROWS=rows, WIDTH=width, WIDTH_PAD=pad),
-                    dict(num_warps=4, num_stages=1))
-
-
-_write, _ring = Plans(_write_write), Plans(_write_ring)
+        launch(_ring_kernel, (-(-len(source) // rows), batch * heads, 1), (x, source, at, place),
+               (*strides(x), heads, len(source), each, size), dict(ROWS=rows, WIDTH=width, WIDTH_PAD=pad),
+               dict(num_warps=4, num_stages=1))

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..lowering.quick_launch import FUSED
+from ..launch import launch
 
 
 @triton.jit
@@ -21,6 +21,6 @@ def _product_kernel(out, N: tl.constexpr):
 @lru_cache
 def multiplies_bfloat16() -> bool:
     """Whether products of bfloat16 are those of numbers: Triton 3.6's interpreter keeps these as their bits, and multiplies the bits."""
-    out = torch.empty(16, 16)
-    _product_kernel[(1,)](out, 16, **FUSED)
+    out = torch.empty(16, 16, dtype=torch.float32, device="cpu")
+    launch(_product_kernel, (1, 1, 1), (out,), (), dict(N=16))
     return bool((out == 16).all())

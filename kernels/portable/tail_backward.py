@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import DeviceLimits, device_limits, multiprocessors
-from ..lowering.plans import Plan, product
+from ..launch import launch
 from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, row_pointers, store_rows
 from ..tail import Blocks, by_kv_head
 from .config import LaunchConfig
@@ -243,74 +243,86 @@ def query_splits(device: torch.device, blocks: int, units: int, kv_heads: int, c
 
 
 def several_groups(device: torch.device, q: Tensor, k: Tensor, blocks: int, units: int, at_once: int) -> int:
-    """How many groups of so many key heads ``gradients`` takes together: such as find room in the memory that the gradients of the exact
-    part will take, which come after, and as torch sums in one order."""
+    """How many groups of so many key heads ``combine_backward`` takes together: such as find room in the memory that the gradients of the
+    exact part will take, which come after, and as torch sums in one order."""
     dim, group = q.shape[3], q.shape[1] // k.shape[1]
     splits, _ = query_splits(device, blocks, units, at_once, tail_launches(dim, q.dtype, device_limits(device))["units"][1])
-    # The matrices of query blocks and their gradients are not there at once, nor are the sums and either.
+    # Over the matrices of query blocks their gradients are written, and the sums come after both.
     of_head = 2 * dim * dim * units + max(2 * dim * dim * blocks * group, 8 * dim * units * splits)
     room = min((q.numel() + 2 * k.numel()) * q.element_size(), ADDRESSED)
     return max(room // (at_once * of_head), 1) if splits < SUMMED_ALIKE else 1
 
 
-def gradients(
-    plan: Plan, dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, exact: Tensor,
-    exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks,
-    bias2: Tensor, log_count: Tensor, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, matrix: Tensor, mixture: Tensor,
+def row_gradients(
+    dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dout: Tensor, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor,
+    tail_lse: Tensor, q: Tensor, q_blocks: Blocks, bias2: Tensor, k_mean: Tensor, v_mean: Tensor, matrix: Tensor, mixture: Tensor,
     dcovariance: Tensor, scale: float, at_once: int,
-) -> None:
-    """Writes the gradients for the exact part's out and lse, and for q, k and v, where compensated blocks are; nothing of other rows.
+) -> tuple[Tensor, Tensor]:
+    """Writes the gradients for the exact part's out and lse, and for q, where compensated blocks are, and those of the covariances; nothing
+    of other rows. Returns what ``key_gradients`` wants to know of rows.
 
     Args:
-        dexact, dq, dk, dv: take the gradients, shaped as exact, q, k and v; dexact_lse like exact_lse.
+        dexact, dq: take the gradients, shaped as exact and q; dexact_lse like exact_lse.
         dout: ``[B, H, P, D]``, what arrives for the merged out.
         exact, exact_lse: the exact part; out, lse: merged. Every lse is float32 ``[B, H, P]``, contiguous, as dexact_lse is.
         tail_lse: the tail's; -inf where nothing is estimated.
-        q, k, v: ``[B, H, P, D]`` and ``[B, Hkv, P', D]``; as of all that are shaped so the last strides are 1.
-        q_blocks, kv_blocks: those that are compensated.
+        q: ``[B, H, P, D]``; as of all that are shaped so the last stride is 1.
+        q_blocks: those that are compensated.
         bias2: float32 ``[B, H, N, U]``, contiguous: in base 2 what a unit's logit has beside its mean key's; -inf where a query block
             estimates nothing of it.
-        log_count: float32 ``[B, Hkv, U]``, contiguous, -inf where nothing is estimated of a unit.
-        order: int32 ``[B, Hkv, P']`` or None, as in ``BlockEstimates``, contiguous.
         k_mean, v_mean: ``[B, Hkv, U, D]`` in q's dtype, finite, contiguous.
-        matrix: M, ``[B, H, N, D * D]``, contiguous, and mixture, P with damping, ``[B, H, N, U]``, of one dtype.
-        dcovariance: ``[B, Hkv, U, D * D]`` of that dtype, contiguous, to work in.
+        matrix: M, ``[B, H, N, D * D]``, contiguous, and mixture, P with damping, ``[B, H, N, U]``, of one dtype. The gradient of M is
+            written over it.
+        dcovariance: takes the covariances' gradients, ``[B, Hkv, U, D * D]`` of that dtype, contiguous.
         scale: factor on the scores.
-        at_once: key heads whose matrices are one product of torch's. By how many these are it chooses how it sums, and queries are split.
+        at_once: key heads whose matrices are one product of torch's. By how many these are it chooses how it sums.
     """
-    (batch, heads, tokens, dim), kv_heads, (blocks, units) = q.shape, k.shape[1], bias2.shape[2:]
-    (offsets, _, longest), (kv_offsets, kv_number, _), group = q_blocks, kv_blocks, heads // kv_heads
-    launches = tail_launches(dim, q.dtype, device_limits(plan.device))
-    lse2, shift = (plan.working(*lse.shape, dtype=lse.dtype) for _ in range(2))
-
+    (batch, heads, tokens, dim), kv_heads, (blocks, units), (offsets, _, longest) = q.shape, k_mean.shape[1], bias2.shape[2:], q_blocks
+    group, launches = heads // kv_heads, tail_launches(dim, q.dtype, device_limits(q.device))
+    lse2, shift = (torch.empty(lse.shape, dtype=lse.dtype, device=lse.device) for _ in range(2))
     sizes, config = launches["rows"]
     parts = -(-longest // config.block_m)
-    plan.launch(_tail_rows_kernel, (blocks * parts, batch * heads, 1),
-                (q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dexact_lse, lse2, shift, bias2, matrix,
-                 offsets),
-                (*strides(q, dout, exact, out, dexact, dq), heads, group, tokens, blocks, units, scale * LOG2E, scale),
-                dict(PARTS=parts) | sizes, config.options())
-
-    sizes, config = launches["units"]
-    chunks, (splits, share) = -(-units // config.block_n), query_splits(plan.device, blocks, units, min(at_once, batch * kv_heads), config)
-    some = [plan.working(splits, *k_mean.shape, dtype=torch.float32) for _ in range(2)]
-    plan.launch(_tail_units_kernel, (chunks, batch * kv_heads, splits), (q, dout, k_mean, v_mean, *some, lse2, shift, bias2, offsets),
-                (*strides(q, dout), kv_heads, group, tokens, blocks, units, share, scale * LOG2E, scale), sizes, config.options())
-    dmeans = [plan.working(*k_mean.shape, dtype=torch.float32) for _ in range(2)]
-    for x, total in zip(some, dmeans):
-        plan.call(lambda x, out: torch.sum(x, 0, out=out), x, total)
+    launch(_tail_rows_kernel, (blocks * parts, batch * heads, 1),
+           (q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dexact_lse, lse2, shift, bias2, matrix, offsets),
+           (*strides(q, dout, exact, out, dexact, dq), heads, group, tokens, blocks, units, scale * LOG2E, scale),
+           dict(PARTS=parts) | sizes, config.options())
 
     sizes, config = launches["matrix"]
-    patches = -(-dim // sizes["C"])
-    dmatrix = plan.working(*matrix.shape, dtype=matrix.dtype)
-    plan.launch(_tail_matrix_kernel, (blocks, batch * heads, patches), (q, dout, dmatrix, exact_lse, tail_lse, offsets),
-                (*strides(q, dout), heads, tokens, blocks, scale), sizes, config.options())
+    launch(_tail_matrix_kernel, (blocks, batch * heads, -(-dim // sizes["C"])), (q, dout, matrix, exact_lse, tail_lse, offsets),
+           (*strides(q, dout), heads, tokens, blocks, scale), sizes, config.options())
     for own, shared in head_groups(batch, kv_heads, group, at_once):
         # The query heads of a key head are rows of one product.
         sums = dcovariance[shared]
-        plan.call(product, by_kv_head(mixture[own], sums.shape[1]).mT, by_kv_head(dmatrix[own], sums.shape[1]), sums.flatten(0, 1))
+        torch.bmm(by_kv_head(mixture[own], sums.shape[1]).mT, by_kv_head(matrix[own], sums.shape[1]), out=sums.flatten(0, 1))
+    return lse2, shift
 
+
+def key_gradients(
+    dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias2: Tensor,
+    of_rows: tuple[Tensor, Tensor], log_count: Tensor, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, dcovariance: Tensor,
+    scale: float, at_once: int,
+) -> None:
+    """Writes the gradients for k and v, where compensated blocks are; nothing of other rows.
+
+    Args:
+        dk, dv: take the gradients, shaped as k and v, ``[B, Hkv, P', D]``, whose last strides are 1.
+        of_rows: what ``row_gradients`` returned.
+        log_count: float32 ``[B, Hkv, U]``, contiguous, -inf where nothing is estimated of a unit.
+        order: int32 ``[B, Hkv, P']`` or None, as in ``BlockEstimates``, contiguous.
+        dcovariance: what ``row_gradients`` wrote.
+        at_once: how many key heads say into how many sums a unit's gradients are split.
+        The others: as ``row_gradients`` takes them.
+    """
+    (batch, _, tokens, dim), kv_heads, (blocks, units), (kv_offsets, kv_number, _) = q.shape, k.shape[1], bias2.shape[2:], kv_blocks
+    launches = tail_launches(dim, q.dtype, device_limits(q.device))
+    sizes, config = launches["units"]
+    chunks, (splits, share) = -(-units // config.block_n), query_splits(q.device, blocks, units, min(at_once, batch * kv_heads), config)
+    some = [torch.empty(splits, *k_mean.shape, dtype=torch.float32, device=q.device) for _ in range(2)]
+    launch(_tail_units_kernel, (chunks, batch * kv_heads, splits), (q, dout, k_mean, v_mean, *some, *of_rows, bias2, q_blocks[0]),
+           (*strides(q, dout), kv_heads, q.shape[1] // kv_heads, tokens, blocks, units, share, scale * LOG2E, scale), sizes,
+           config.options())
+    dmeans = [x.sum(0) for x in some]
     sizes, config = launches["tokens"]
-    plan.launch(_tail_tokens_kernel, (units, batch * kv_heads, patches),
-                (k, v, dk, dv, k_mean, v_mean, *dmeans, dcovariance, log_count, order, kv_offsets),
-                (*strides(k, v, dk, dv), kv_heads, k.shape[2], units), dict(PARTS=units // kv_number) | sizes, config.options())
+    launch(_tail_tokens_kernel, (units, batch * kv_heads, -(-dim // sizes["C"])),
+           (k, v, dk, dv, k_mean, v_mean, *dmeans, dcovariance, log_count, order, kv_offsets),
+           (*strides(k, v, dk, dv), kv_heads, k.shape[2], units), dict(PARTS=units // kv_number) | sizes, config.options())

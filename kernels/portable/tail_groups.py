@@ -13,19 +13,17 @@ def evenly(heads: int, most: int) -> int:
     return most if most >= heads else -(-heads // -(-heads // max(most, 1)))
 
 
-def head_groups(batch: int, kv_heads: int, group: int, at_once: int, last: int = 0, several: int = 1) -> Iterator[tuple[tuple, tuple]]:
-    """Indices of groups' (query heads, key heads): ``at_once`` key heads of one batch element, up to ``last`` at the end of all, or all of
-    all where there are no more than either. A key head has ``group`` query heads. ``several`` groups of ``at_once`` are one, but for what
-    is left of fewer heads."""
-    last = max(at_once, last)
-    if batch * kv_heads <= last:
+def head_groups(batch: int, kv_heads: int, group: int, at_once: int, several: int = 1) -> Iterator[tuple[tuple, tuple]]:
+    """Indices of groups' (query heads, key heads): ``at_once`` key heads of one batch element, or all of all where there are no more. A
+    key head has ``group`` query heads. ``several`` groups of ``at_once`` are one, but for what is left of fewer heads."""
+    if batch * kv_heads <= at_once:
         yield (slice(None),) * 2, (slice(None),) * 2
         return
     for b in range(batch):
         first = 0
         while first < kv_heads:
             left = kv_heads - first
-            end = kv_heads if b == batch - 1 and left <= last else first + (min(several * at_once, left // at_once * at_once) or left)
+            end = first + (min(several * at_once, left // at_once * at_once) or left)
             yield (slice(b, b + 1), slice(first * group, end * group)), (slice(b, b + 1), slice(first, end))
             first = end
 

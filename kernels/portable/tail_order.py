@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
-from ..lowering.plans import Plan
-from ..lowering.quick_launch import power_of_2
+from ..launch import launch, power_of_2
 from ..tail import CUTS, ITERATIONS
 from .tail_config import strides, tail_config
 from .tail_statistics import centred_moments, fold, head_at, load_tokens, own_block, padded, shifted, unit_rows
@@ -113,14 +112,16 @@ def _order_kernel(k, offsets, projections, order, log_count, k_batch, k_head, k_
     tl.store(log_count + at * units + 2 * block + part, known)
 
 
-def principal_order(plan: Plan, k: Tensor, offsets: Tensor, num_blocks: int, order: Tensor, log_count: Tensor) -> None:
-    """Writes order and log_count of ``BlockEstimates`` for two units of a block."""
+def principal_order(k: Tensor, offsets: Tensor, num_blocks: int, log_count: Tensor) -> Tensor:
+    """``order`` of ``BlockEstimates`` for two units of a block; writes its ``log_count``."""
     batch, heads, tokens, dim = k.shape
-    projections = plan.working(batch, heads, tokens, dtype=torch.float32)
-    config = tail_config("order", dim, k.dtype, device_limits(plan.device))
+    order = torch.empty(batch, heads, tokens, dtype=torch.int32, device=k.device)
+    projections = torch.empty(batch, heads, tokens, dtype=torch.float32, device=k.device)
+    config = tail_config("order", dim, k.dtype, device_limits(k.device))
     # Blocks of the usual size fit; larger ones are looked at piece by piece.
     width = min(WIDTH, max(128, power_of_2(-(-tokens // max(num_blocks, 1)))))
     constants = dict(ITERATIONS=ITERATIONS, CUTS=CUTS, WIDTH=width, SHIFTED=shifted(k), ROWS=config.block_n, FOLD=fold(config, dim),
                      **padded(dim))
-    plan.launch(_order_kernel, (num_blocks * heads, batch, 1), (k, offsets, projections, order, log_count),
-                (*strides(k), heads, tokens, log_count.shape[2]), constants, config.options())
+    launch(_order_kernel, (num_blocks * heads, batch, 1), (k, offsets, projections, order, log_count),
+           (*strides(k), heads, tokens, log_count.shape[2]), constants, config.options())
+    return order

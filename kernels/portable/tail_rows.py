@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
+from ..launch import launch
 from ..lowering.arguments import Lists
-from ..lowering.plans import Plan
 from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, sampled_rows, softmax_step
 from ..tail import CAP, USELESS
 from .config import LaunchConfig
@@ -245,7 +246,7 @@ def _useful_kernel(error, useful, blocks, MOST: tl.constexpr, WIDTH: tl.constexp
     tl.store(useful + head, tl.sum(total, 0) / blocks <= MOST)
 
 
-def unit_bias(plan: Plan, log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lists, useful: Tensor, parts: int,
+def unit_bias(log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lists, useful: Tensor, parts: int,
               bias: Tensor, left: Tensor, mixture: Tensor) -> None:
     """Writes ``bias``, float32 ``[B, H, N, U]``, in base 2: what a unit's logit has beside its mean key's; ``left``, int32 ``[B, H, N]``,
     how many units a block estimates; and ``mixture``, bfloat16 with dense rows: what share a unit has of the mass of these, damped.
@@ -254,56 +255,61 @@ def unit_bias(plan: Plan, log_count: Tensor, half_variance: Tensor, mass: Tensor
     heads not ``useful``, bool ``[B, H]``.
     """
     batch, heads, blocks, units = bias.shape
-    plan.launch(_bias_kernel, (blocks, batch * heads, 1),
-                (log_count, half_variance, mass, lists.counts, lists.indices, useful, bias, left, mixture),
-                (lists.batch, lists.head, lists.group, lists.capacity, heads, heads // log_count.shape[1], blocks, units,
-                 mixture.stride(2)), dict(CAP=CAP, PARTS=parts, WIDTH=WIDTH))
+    launch(_bias_kernel, (blocks, batch * heads, 1),
+           (log_count, half_variance, mass, lists.counts, lists.indices, useful, bias, left, mixture),
+           (lists.batch, lists.head, lists.group, lists.capacity, heads, heads // log_count.shape[1], blocks, units,
+            mixture.stride(2)), dict(CAP=CAP, PARTS=parts, WIDTH=WIDTH))
 
 
-def scores(plan: Plan, mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int, out: Tensor) -> None:
-    """Writes ``out``, float32 ``[B, H, N, K]``: mass x h of each key block's units over its tokens, -inf where nothing is estimated of
-    any."""
+def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -> Tensor:
+    """``scores`` of ``eager/tail.py``, in float32."""
+    mass, half_variance, log_count = (x.contiguous() for x in (mass, half_variance, log_count))
     batch, heads, blocks, units = mass.shape
-    plan.launch(_score_kernel, (blocks, batch * heads, 1), (mass, half_variance, log_count, out),
-                (heads, heads // log_count.shape[1], blocks, units), dict(PARTS=parts, WIDTH=WIDTH))
+    out = torch.empty(batch, heads, blocks, units // parts, dtype=torch.float32, device=mass.device)
+    if out.numel():
+        launch(_score_kernel, (blocks, batch * heads, 1), (mass, half_variance, log_count, out),
+               (heads, heads // log_count.shape[1], blocks, units), dict(PARTS=parts, WIDTH=WIDTH))
+    return out
 
 
-def useful_heads(plan: Plan, error: Tensor, useful: Tensor) -> None:
-    """Writes ``useful`` of ``error``, as ``useful_heads`` of ``tail.py`` finds it."""
-    plan.launch(_useful_kernel, (useful.numel(), 1, 1), (error, useful), (error.shape[2],), dict(MOST=USELESS, WIDTH=WIDTH))
+def useful_heads(error: Tensor) -> Tensor:
+    """``useful_heads`` of ``tail.py``, of a contiguous ``error``."""
+    useful = torch.empty(error.shape[:2], dtype=torch.bool, device=error.device)
+    launch(_useful_kernel, (useful.numel(), 1, 1), (error, useful), (error.shape[2],), dict(MOST=USELESS, WIDTH=WIDTH))
+    return useful
 
 
-def sampled_mass(plan: Plan, q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float,
+def sampled_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float,
                  sample: int, cap: float, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
     """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count + min(h, ``cap``), mean of ``sample`` of a
     block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h; and in ``rounded``, like
     mass, h, which comes in float32, ``[B, H, N, S * U]``, as S parts of a sum."""
     batch, heads, blocks, units = mass.shape
-    config, sizes = _config("mass", plan, q)
+    config, sizes = _config("mass", q)
     sizes["M"] = max(sizes["M"], sample)
-    plan.launch(_mass_kernel, (-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
-                (q, k_mean, log_count, half_variance, offsets, mass, rounded, error),
-                (*strides(q), heads, heads // k_mean.shape[1], blocks, units, scale * LOG2E),
-                dict(SAMPLE=sample, CAP=cap, SLABS=half_variance.shape[3] // units, **sizes), config.options())
+    launch(_mass_kernel, (-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
+           (q, k_mean, log_count, half_variance, offsets, mass, rounded, error),
+           (*strides(q), heads, heads // k_mean.shape[1], blocks, units, scale * LOG2E),
+           dict(SAMPLE=sample, CAP=cap, SLABS=half_variance.shape[3] // units, **sizes), config.options())
 
 
-def merge(plan: Plan, out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor,
+def merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor,
           tail_lse: Tensor, offsets: Tensor, scale: float, shares: Tensor) -> None:
     """Merges the tail into out and lse in place; writes ``tail_lse``, its log-sum-exp, float32 ``[B, H, P]``, where blocks are, and
     ``shares``, float32 ``[B, H, N, T]``, of which a block's T sum to the exact part's share: T times ``merged_rows`` are no fewer than the
     longest block's."""
     batch, heads, blocks, units = bias.shape
-    config, sizes = _config("combine", plan, q)
+    config, sizes = _config("combine", q)
     tiles = shares.shape[3]
-    plan.launch(_combine_kernel, (blocks * tiles, batch * heads, 1),
-                (q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, shares, offsets),
-                (*strides(q, out), heads, heads // k_mean.shape[1], blocks, units, q.shape[2], scale, scale * LOG2E),
-                dict(TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes), config.options())
+    launch(_combine_kernel, (blocks * tiles, batch * heads, 1),
+           (q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, shares, offsets),
+           (*strides(q, out), heads, heads // k_mean.shape[1], blocks, units, q.shape[2], scale, scale * LOG2E),
+           dict(TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes), config.options())
 
 
-def merged_rows(plan: Plan, q: Tensor) -> int:
+def merged_rows(q: Tensor) -> int:
     """Rows of a block that a program of ``merge`` has."""
-    return _config("combine", plan, q)[0].block_m
+    return _config("combine", q)[0].block_m
 
 
 def depth(dim_pad: int, block_m: int) -> int:
@@ -311,6 +317,6 @@ def depth(dim_pad: int, block_m: int) -> int:
     return dim_pad if block_m > 32 else min(dim_pad, 32)
 
 
-def _config(kernel: str, plan: Plan, q: Tensor) -> tuple[LaunchConfig, dict[str, int]]:
-    config = tail_config(kernel, q.shape[3], q.dtype, device_limits(plan.device))
+def _config(kernel: str, q: Tensor) -> tuple[LaunchConfig, dict[str, int]]:
+    config = tail_config(kernel, q.shape[3], q.dtype, device_limits(q.device))
     return config, dict(M=config.block_m, N=config.block_n, **padded(q.shape[3]))

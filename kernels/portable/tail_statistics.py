@@ -8,9 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
-from ..lowering.plans import Plan
+from ..launch import launch, power_of_2
 from ..lowering.primitives import sampled_rows
-from ..lowering.quick_launch import power_of_2
 from .config import LaunchConfig
 from .tail_config import strides, tail_config
 
@@ -263,14 +262,14 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
     tl.store(out + at * DIM * DIM + dims[:, None] * DIM + columns[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
-def key_statistics(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
+def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
                    order: Tensor | None, parts: int, moments: Tensor) -> None:
     """Writes k_mean, v_mean, log_count and ``moments``, bfloat16 ``[B, Hkv, U, packed_size(D)]``, the keys' covariances."""
     batch, heads, units, dim = k_mean.shape
-    config, across, columns = _columns("keys", plan, k)
+    config, across, columns = _columns("keys", k)
     constants = dict(PARTS=parts, SHIFTED=shifted(k), SAME=across == 1, SLAB=SLAB, ROWS=config.block_n, FOLD=fold(config, dim), **columns)
-    plan.launch(_keys_kernel, (units // parts * heads, batch, across), (k, v, order, offsets, k_mean, v_mean, log_count, moments),
-                (*strides(k, v), heads, units, k.shape[2], packed_size(dim)), constants, config.options())
+    launch(_keys_kernel, (units // parts * heads, batch, across), (k, v, order, offsets, k_mean, v_mean, log_count, moments),
+           (*strides(k, v), heads, units, k.shape[2], packed_size(dim)), constants, config.options())
 
 
 def shifted(k: Tensor) -> bool:
@@ -282,25 +281,25 @@ def shifted(k: Tensor) -> bool:
     return k.dtype != torch.bfloat16
 
 
-def query_moments(plan: Plan, q: Tensor, offsets: Tensor, num_blocks: int, sample: int, factor: float, moments: Tensor) -> None:
+def query_moments(q: Tensor, offsets: Tensor, num_blocks: int, sample: int, factor: float, moments: Tensor) -> None:
     """Writes ``moments``, bfloat16 ``[B, H, N, packed_size(D)]``: ``factor`` times the mean of q q^T of ``sample`` of each block's queries,
     what is not kept added to what is: so that products with keys' covariances are those of whole matrices."""
     batch, heads, _, dim = q.shape
-    config, across, columns = _columns("moments", plan, q)
-    plan.launch(_queries_kernel, (num_blocks * heads, batch, across), (q, offsets, moments),
-                (*strides(q), heads, num_blocks, packed_size(dim), factor), dict(SAMPLE=sample, SAME=across == 1, SLAB=SLAB, **columns),
-                config.options())
+    config, across, columns = _columns("moments", q)
+    launch(_queries_kernel, (num_blocks * heads, batch, across), (q, offsets, moments),
+           (*strides(q), heads, num_blocks, packed_size(dim), factor), dict(SAMPLE=sample, SAME=across == 1, SLAB=SLAB, **columns),
+           config.options())
 
 
-def covariances(plan: Plan, k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
+def covariances(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
                 order: Tensor | None, useful: Tensor | None, parts: int, out: Tensor) -> None:
     """Writes ``out``, bfloat16 ``[B, Hkv, U, D * D]``, covariances of keys with values; 0 in units of which nothing is estimated, and where
     no query head is ``useful``, bool ``[B, H]``."""
     batch, heads, units, dim = k_mean.shape
-    config, across, columns = _columns("covariances", plan, k)
+    config, across, columns = _columns("covariances", k)
     group = 0 if useful is None else useful.shape[1] // heads
-    plan.launch(_covariances_kernel, (units * heads, batch, across), (k, v, order, offsets, k_mean, v_mean, log_count, useful, out),
-                (*strides(k, v), heads, group, units, k.shape[2]), dict(PARTS=parts, ROWS=config.block_n, **columns), config.options())
+    launch(_covariances_kernel, (units * heads, batch, across), (k, v, order, offsets, k_mean, v_mean, log_count, useful, out),
+           (*strides(k, v), heads, group, units, k.shape[2]), dict(PARTS=parts, ROWS=config.block_n, **columns), config.options())
 
 
 def packed_size(dim: int) -> int:
@@ -318,8 +317,8 @@ def fold(config: LaunchConfig, dim: int) -> int:
     return min(config.block_n, config.num_warps * 32 * 8 // padded(dim)["DIM_PAD"])
 
 
-def _columns(kernel: str, plan: Plan, x: Tensor) -> tuple[LaunchConfig, int, dict[str, int]]:
+def _columns(kernel: str, x: Tensor) -> tuple[LaunchConfig, int, dict[str, int]]:
     """(configuration, programs that share a matrix' columns out, what they are told of these)."""
     dim = x.shape[3]
-    config, dims = tail_config(kernel, dim, x.dtype, device_limits(plan.device)), padded(dim)
+    config, dims = tail_config(kernel, dim, x.dtype, device_limits(x.device)), padded(dim)
     return config, -(-dim // config.block_m), dict(COLS=min(config.block_m, dims["DIM_PAD"]), **dims)

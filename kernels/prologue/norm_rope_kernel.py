@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.plans import Plan, Plans
-from ..lowering.quick_launch import power_of_2
-from .projection import Projection
+from ..launch import launch, power_of_2
 
 # Numbers that a program takes at once, over tokens, heads and channels, and of them heads: those of a token often share their angles. On an
 # H200, in the sequence's order, half as many took 0.8 to 1.0 of the time, twice as many 1.0 to 1.2, other heads and warps as long.
@@ -129,29 +125,24 @@ def _rstd_kernel(x, rstd, x_batch, x_head, x_row, heads, tokens, eps, ROWS: tl.c
     tl.store(rstd + batch * tokens + token, tl.rsqrt(tl.sum(total, 1) / (heads * DIM) + eps), mask=token < tokens)
 
 
-def materialize(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor, Tensor, int] | None = None) -> None:
-    """Writes what ``projection`` stands for to ``out``, whose last stride is 1: ``[B, H, S, D]``, or ``[B, G, H / G, S, D]``, the heads in
-    groups.
+def materialize(x: Tensor, out: Tensor, weight: Tensor | None, rstd: Tensor | None, eps: float, casts: bool,
+                angles: tuple[Tensor, Tensor] | None, order: tuple[Tensor, Tensor, Tensor, int] | None = None) -> None:
+    """Writes x with norm and RoPE, as ``Projection`` has them, to ``out``.
 
-    ``order``: source, offsets and means of ``Deferred.gather_blocks``, and the number of the projection's first token. ``out`` is then all
-    of the new order, of which only the blocks with this projection's tokens are written, and so are the means.
+    Args:
+        out: ``[B, H, S, D]``, or ``[B, G, H / G, S, D]``, the heads in groups; its last stride is 1.
+        weight, rstd, eps, casts: of the ``RMSNorm``; without a weight there is no norm.
+        order: source, offsets and means of ``Deferred.gather_blocks``, and the number of x's first token. ``out`` is then all of the new
+            order, of which only the blocks with x's tokens are written, and so are the means.
     """
-    x, norm = projection.x, projection.norm
     if not x.numel():
         return
     x = x if x.stride(-1) == 1 else x.contiguous()
-    weight = rstd = None
-    if norm is not None:
-        weight, rstd = norm.weight.contiguous(), None if norm.rstd is None else norm.rstd.contiguous()
-    cos, sin = projection.angles or (None, None)
+    weight, rstd = (None if given is None else given.contiguous() for given in (weight, rstd))
+    cos, sin = angles or (None, None)
     if cos is not None and sin is not None and (cos.stride() != sin.stride() or cos.stride(-1) != 1):
         cos, sin = cos.contiguous(), sin.contiguous()
-    *places, begin = order or (None, None, None, 0)
-    _materialize((x, out, weight, rstd, cos, sin), places, begin, *(0.0, False) if norm is None else (norm.eps, norm.casts_before_weight))
-
-
-def _write_materialize(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor | None], begin: int, eps: float, casts: bool) -> None:
-    (x, out, weight, rstd, cos, _), (source, offsets, means) = xs, others
+    source, offsets, means, begin = order or (None, None, None, 0)
     batch, heads, tokens, dim = x.shape
     dim_pad = power_of_2(dim)
     rope = 0
@@ -163,29 +154,24 @@ def _write_materialize(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor
     grouped = out.dim() == 5
     into = (out.stride(0), *out.stride()[2:4], out.stride(1), out.shape[2]) if grouped else (*out.stride()[:3], 0, heads)
     blocks, mean_blocks = (-(-tokens // rows), 0) if offsets is None or means is None else (len(offsets) - 1, means.shape[2])
-    # What is not there is not read, and stands for any pointer.
-    plan.launch(_rotary_kernel, (blocks * -(-heads // together), batch, 1), [x if of is None else of for of in (*xs, *others)],
-                (*x.stride()[:3], *into, dim if weight is not None and weight.dim() == 2 else 0, *strides, heads, tokens, begin,
-                 mean_blocks, eps),
-                dict(ORDERED=source is not None, GROUPS=grouped, MEANS=mean_blocks > 0,
-                     NORM="none" if weight is None else "head" if rstd is None else "token", CAST=casts, ROPE=rope,
-                     PER_HEAD=strides[1] != 0, ROWS=rows, HEADS=together, DIM=dim, DIM_PAD=dim_pad), OPTIONS)
+    # Where nothing is there, nothing is read, and any pointer stands for it.
+    tensors = [x if given is None else given for given in (x, out, weight, rstd, cos, sin, source, offsets, means)]
+    launch(_rotary_kernel, (blocks * -(-heads // together), batch, 1), tensors,
+           (*x.stride()[:3], *into, dim if weight is not None and weight.dim() == 2 else 0, *strides, heads, tokens, begin, mean_blocks,
+            eps),
+           dict(ORDERED=source is not None, GROUPS=grouped, MEANS=mean_blocks > 0,
+                NORM="none" if weight is None else "head" if rstd is None else "token", CAST=casts, ROPE=rope,
+                PER_HEAD=strides[1] != 0, ROWS=rows, HEADS=together, DIM=dim, DIM_PAD=dim_pad), OPTIONS)
 
 
 def token_rstd(x: Tensor, eps: float) -> Tensor:
     """float32 ``[B, S]``: 1 / sqrt(mean(x ** 2) + eps) over the heads of each token of x ``[B, H, S, D]``."""
-    return _rstd((x if x.stride(-1) == 1 else x.contiguous(),), (), eps)[0]
-
-
-def _write_rstd(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], eps: float) -> None:
-    x, = xs
+    x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, dim = x.shape
-    rstd = plan.result(batch, tokens, dtype=torch.float32)
+    rstd = torch.empty(batch, tokens, dtype=torch.float32, device=x.device)
     dim_pad = power_of_2(dim)
     rows = max(1, NUMBERS // dim_pad)
     if rstd.numel():
-        plan.launch(_rstd_kernel, (-(-tokens // rows), batch, 1), (x, rstd), (*x.stride()[:3], heads, tokens, eps),
-                    dict(ROWS=rows, DIM=dim, DIM_PAD=dim_pad), OPTIONS)
-
-
-_materialize, _rstd = Plans(_write_materialize), Plans(_write_rstd)
+        launch(_rstd_kernel, (-(-tokens // rows), batch, 1), (x, rstd), (*x.stride()[:3], heads, tokens, float(eps)),
+               dict(ROWS=rows, DIM=dim, DIM_PAD=dim_pad), OPTIONS)
+    return rstd

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -10,10 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.plans import Plan, Plans
-from ..lowering.quick_launch import power_of_2
-from ..moves import Move, new_tokens
-from .projection import Deferred
+from ..launch import launch, power_of_2
+from .projection import Deferred, Move, new_tokens
 
 # Rows that a program moves at once, and its warps. On an H200 16 to 64 rows with 4 or 8 warps all run at 3.6 to 3.7 TB/s.
 ROWS = 32
@@ -91,7 +88,13 @@ def _take_kernel(x, index, out, x_batch, x_head, x_row, out_batch, out_head, out
 
 def take(x: Tensor, index: Tensor) -> Tensor:
     """See ``Backend.take``."""
-    return _take((_rows(x),), (index,))[0]
+    x = _rows(x)
+    out = new_tokens(x, len(index))
+    batch, heads, tokens, dim = out.shape
+    if out.numel():
+        launch(_take_kernel, (-(-tokens // ROWS) * heads, batch, 1), (x, index, out),
+               (*x.stride()[:3], *out.stride()[:3], heads, tokens), _constants(dim), OPTIONS)
+    return out
 
 
 def gather(q: Tensor | Deferred, k: Tensor | Deferred, v: Tensor | Deferred, q_move: Move, kv_move: Move) -> tuple[Tensor, ...]:
@@ -102,48 +105,37 @@ def gather(q: Tensor | Deferred, k: Tensor | Deferred, v: Tensor | Deferred, q_m
         return q_out, k_out, v.gather_blocks(*kv_move[:2], 0)[0], q_means, k_means  # type: ignore[union-attr]
     assert isinstance(k, Tensor) and isinstance(v, Tensor)
     if q_move is kv_move:
-        q_out, k_out, v_out, q_means, k_means = _gather((_rows(q), _rows(k), _rows(v)), q_move[:2], q_move[2])
-        return q_out, k_out, v_out, q_means, k_means
+        return _gather(q, k, v, q_move)
     q_out, q_means = one(q, q_move)
     # A tensor without heads takes no part.
-    _, k_out, v_out, _, k_means = _gather((k[:, :0], _rows(k), _rows(v)), kv_move[:2], kv_move[2])
+    _, k_out, v_out, _, k_means = _gather(k[:, :0], k, v, kv_move)
     return q_out, k_out, v_out, q_means, k_means
 
 
 def gather_into(q: Tensor, k: Tensor, v: Tensor, move: Move, k_out: Tensor, v_out: Tensor) -> tuple[Tensor, ...]:
     """See ``Backend.gather_into``."""
-    q_out, q_means, k_means = _gather((_rows(q), _rows(k), _rows(v), k_out, v_out), move[:2], move[2])
+    q_out, _, _, q_means, k_means = _gather(q, k, v, move, k_out, v_out)
     return q_out, q_means, k_means
 
 
 def one(x: Tensor, move: Move) -> tuple[Tensor, Tensor]:
     """One tensor by itself, as ``gather`` brings it into order, and its means."""
-    x = _rows(x)
-    out, _, _, means, _ = _gather((x, x[:, :0], x[:, :0]), move[:2], move[2])
+    out, _, _, means, _ = _gather(x, x[:, :0], x[:, :0], move)
     return out, means
 
 
-def _write_gather(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], mean_blocks: int) -> None:
-    (q, k, v, *given), (source, offsets) = xs, others
-    # Those that are not given.
-    outs = [plan.result_as(new_tokens(x, len(source))) for x in (q, k, v)[:3 - len(given)]] + given
-    means = [plan.result(*x.shape[:2], mean_blocks, x.shape[3], dtype=torch.float32) for x in (q, k)]
+def _gather(q: Tensor, k: Tensor, v: Tensor, move: Move, k_out: Tensor | None = None, v_out: Tensor | None = None) -> tuple[Tensor, ...]:
+    """q, k and v in the order of ``move``, written to k_out and v_out where these are given, and the means of q and k."""
+    q, k, v, (source, offsets, mean_blocks) = _rows(q), _rows(k), _rows(v), move
+    outs = [new_tokens(x, len(source)) if out is None else out for x, out in ((q, None), (k, k_out), (v, v_out))]
+    means = [torch.empty(*x.shape[:2], mean_blocks, x.shape[3], dtype=torch.float32, device=x.device) for x in (q, k)]
     batch, heads, _, dim = q.shape
     kv_heads, blocks = k.shape[1], len(offsets) - 1
-    if not batch * (heads + kv_heads) * blocks:
-        return
-    strides = [stride for x in (q, k, v, *outs) for stride in x.stride()[:3]]
-    plan.launch(_gather_kernel, (blocks * (heads + 2 * kv_heads), batch, 1), (q, k, v, *others, *outs, *means),
-                (*strides, heads, kv_heads, mean_blocks), _constants(dim), OPTIONS)
-
-
-def _write_take(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    (x,), (index,) = xs, others
-    out = plan.result_as(new_tokens(x, len(index)))
-    batch, heads, tokens, dim = out.shape
-    if out.numel():
-        plan.launch(_take_kernel, (-(-tokens // ROWS) * heads, batch, 1), (x, index, out),
-                    (*x.stride()[:3], *out.stride()[:3], heads, tokens), _constants(dim), OPTIONS)
+    if batch * (heads + kv_heads) * blocks:
+        strides = [stride for x in (q, k, v, *outs) for stride in x.stride()[:3]]
+        launch(_gather_kernel, (blocks * (heads + 2 * kv_heads), batch, 1), (q, k, v, source, offsets, *outs, *means),
+               (*strides, heads, kv_heads, mean_blocks), _constants(dim), OPTIONS)
+    return *outs, *means
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -155,5 +147,3 @@ def _rows(x: Tensor) -> Tensor:
 def _constants(dim: int) -> dict[str, int]:
     return dict(ROWS=ROWS, DIM=dim, DIM_PAD=power_of_2(dim))
 
-
-_gather, _take = Plans(_write_gather), Plans(_write_take)

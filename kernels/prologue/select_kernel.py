@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lowering.plans import Plan, Plans
+from ..launch import launch, power_of_2
 from ..lowering.primitives import load_rows, ordered, store_rows
-from ..lowering.quick_launch import power_of_2
 
 # Side of a square of scores, and the part of the descriptors that is multiplied at once.
 SIDE = 64
@@ -162,63 +159,49 @@ def _lengths_kernel(valid, runs, before, lengths, out, mask_batch, mask_token, b
 
 def score(q_means: Tensor, k_means: Tensor, lambda_: float | None) -> Tensor:
     """See ``Backend.score``."""
-    return _score((), (q_means.contiguous(), k_means.contiguous()), lambda_)[0]
+    q, k = q_means.contiguous(), k_means.contiguous()
+    (batch, heads, rows, width), (kv_heads, columns) = q.shape, k.shape[1:3]
+    scores = torch.empty(batch, heads, rows, columns, dtype=torch.float32, device=q.device)
+    if not scores.numel():
+        return scores
+    ready = torch.empty(batch * (heads * rows * width + kv_heads * columns * (width + 1)), dtype=torch.float32, device=q.device)
+    width_pad = power_of_2(width)
+    constants = dict(COSINE=lambda_ is not None, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad)
+    launch(_prepare_kernel, (batch * (heads + kv_heads), 1, 1), (q, k, ready), (batch * heads, rows, columns, float(lambda_ or 0)),
+           constants, dict(num_warps=PREPARE_WARPS))
+    launch(_score_kernel, (-(-rows // SIDE) * -(-columns // SIDE), batch * heads, 1), (ready, scores),
+           (rows, columns, heads // kv_heads, 1.0 if lambda_ is None else lambda_ / 2), dict(SIDE=SIDE, PART=PART, WIDTH=width))
+    return scores
 
 
 def select(forced: Tensor, scores: Tensor | None, k_per_row: int | Tensor, active: Tensor | None, beyond: bool, room: int
            ) -> tuple[Tensor, Tensor]:
     """See ``Backend.select``."""
     per_row, k_all = (k_per_row, 0) if isinstance(k_per_row, Tensor) else (None, k_per_row)
-    given = [None if x is None else x.contiguous() for x in (scores, active, per_row)]
-    counts, indices = _select(given, (forced,), k_all, beyond, room)
+    scores, active, per_row = (None if x is None else x.contiguous() for x in (scores, active, per_row))
+    rows, blocks = forced.shape
+    batch, heads = (1 if active is None else active.shape[0], 1) if scores is None else scores.shape[:2]
+    counts = torch.empty(batch, heads, rows, dtype=torch.int32, device=forced.device)
+    indices = torch.empty(batch, heads, rows, room, dtype=torch.int32, device=forced.device)
+    if not indices.numel():
+        return counts, indices
+    width = power_of_2(blocks)
+    scored_rows, scored = (0, 0) if scores is None else scores.shape[-2:]
+    given = dict(SCORES=scores is not None, PER_ROW=per_row is not None, ACTIVE=active is not None, BEYOND=beyond)
+    # Numbers that are shared by all lists are read by each.
+    per_list = scored_rows if per_row is not None and per_row.numel() > scored_rows else 0
+    # What is not there is not read, and stands for any pointer.
+    tensors = *[forced if x is None else x for x in (scores, active, per_row)], forced, counts, indices
+    launch(_select_kernel, (rows, heads, batch), tensors, (k_all, heads, blocks, room, scored_rows, scored, per_list),
+           dict(WIDTH=width, **given), dict(num_warps=min(16, max(2, width // 512))))
     return counts, indices
 
 
 def valid_lengths(valid: Tensor, runs: Tensor, before: Tensor, lengths: Tensor, least: int) -> Tensor:
     """See ``Backend.valid_lengths``."""
-    return _lengths((valid,), (runs, before, lengths), least)[0]
-
-
-def _write_score(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], lambda_: float | None) -> None:
-    q, k = others
-    (batch, heads, rows, width), (kv_heads, columns) = q.shape, k.shape[1:3]
-    scores = plan.result(batch, heads, rows, columns, dtype=torch.float32)
-    if not scores.numel():
-        return
-    ready = plan.working(batch * (heads * rows * width + kv_heads * columns * (width + 1)), dtype=torch.float32)
-    width_pad = power_of_2(width)
-    constants = dict(COSINE=lambda_ is not None, ROWS=max(1, HELD // width_pad), WIDTH=width, WIDTH_PAD=width_pad)
-    plan.launch(_prepare_kernel, (batch * (heads + kv_heads), 1, 1), (q, k, ready),
-                (batch * heads, rows, columns, float(lambda_ or 0)), constants, dict(num_warps=PREPARE_WARPS))
-    plan.launch(_score_kernel, (-(-rows // SIDE) * -(-columns // SIDE), batch * heads, 1), (ready, scores),
-                (rows, columns, heads // kv_heads, 1.0 if lambda_ is None else lambda_ / 2), dict(SIDE=SIDE, PART=PART, WIDTH=width))
-
-
-def _write_select(plan: Plan, xs: Sequence[Tensor | None], others: Sequence[Tensor], k_all: int, beyond: bool, room: int
-                  ) -> None:
-    (scores, active, k_per_row), (forced,) = xs, others
-    rows, blocks = forced.shape
-    batch, heads = (1 if active is None else active.shape[0], 1) if scores is None else scores.shape[:2]
-    counts, indices = (plan.result(batch, heads, rows, *shape, dtype=torch.int32) for shape in ((), (room,)))
-    if not indices.numel():
-        return
-    width = power_of_2(blocks)
-    scored_rows, scored = (0, 0) if scores is None else scores.shape[-2:]
-    given = dict(SCORES=scores is not None, PER_ROW=k_per_row is not None, ACTIVE=active is not None, BEYOND=beyond)
-    # Numbers that are shared by all lists are read by each.
-    per_list = scored_rows if k_per_row is not None and k_per_row.numel() > scored_rows else 0
-    numbers = (k_all, heads, blocks, room, scored_rows, scored, per_list)
-    # What is not there is not read, and stands for any pointer.
-    plan.launch(_select_kernel, (rows, heads, batch), (*[forced if x is None else x for x in xs], forced, counts, indices), numbers,
-                dict(WIDTH=width, **given), dict(num_warps=min(16, max(2, width // 512))))
-
-
-def _write_lengths(plan: Plan, xs: Sequence[Tensor], others: Sequence[Tensor], least: int) -> None:
-    (valid,), lengths = xs, others[2]
-    out = plan.result(len(valid), 1, len(lengths), dtype=lengths.dtype)
+    out = torch.empty(len(valid), 1, len(lengths), dtype=lengths.dtype, device=lengths.device)
     if out.numel():
         batch, _, blocks = out.shape
-        plan.launch(_lengths_kernel, (blocks, batch, 1), (valid, *others, out), (*valid.stride(), blocks, least), dict(SEGMENT=SEGMENT))
-
-
-_score, _select, _lengths = Plans(_write_score), Plans(_write_select), Plans(_write_lengths)
+        launch(_lengths_kernel, (blocks, batch, 1), (valid, runs, before, lengths, out), (*valid.stride(), blocks, least),
+               dict(SEGMENT=SEGMENT))
+    return out

@@ -167,7 +167,7 @@ def _last_grid(points: Tensor) -> tuple[int, int, int]:
         raise ValueError(f"the coordinates must end with a frame of whole rows, got {area} tokens in it and {width} in its last row")
     whole = points[len(points) % area:].unflatten(0, (-1, area))
     alike = (whole[:, :, 1:] == whole[-1, :, 1:]).all(-1).all(-1) & (whole[:, :, 0] == whole[:, :1, 0]).all(-1)
-    earlier = torch.cat([whole[:-1, 0, 0] < whole[1:, 0, 0], torch.ones(1, dtype=torch.bool)])
+    earlier = torch.cat([whole[:-1, 0, 0] < whole[1:, 0, 0], torch.ones(1, dtype=torch.bool, device=whole.device)])
     return _trailing(alike & earlier), area // width, width
 
 

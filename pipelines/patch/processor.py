@@ -193,8 +193,8 @@ class SSTAProcessor(VideoSequence):
         """The same, exactly, and the name of diffusers' backend where that attended, which gives the output alone."""
         if not isinstance(q, Sent):
             return self._densely(q, k, v, layout, text_mask, kv_layout=kv_layout)
-        spec = described(q, k, v, layout, EXACT, text_mask=text_mask, impl=self.context.impl, world=world_of(q, k, v, text_mask),
-                         share=q.shards)
+        spec = described(q, k, v, layout, EXACT, text_mask=text_mask, impl=self.context.impl,
+                         recorded=world_of(q, k, v, text_mask).recorded, share=q.shards)
         exchange = q.shards.exchanged(q, k, v, spec, text_mask, self.last.exchange.note)
         result, name = self._densely(*exchange.ready(), layout, text_mask, exchange.spec.rows)
         if isinstance(result, Tensor):

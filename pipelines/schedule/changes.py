@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ssta import SSTAConfig
+from ssta.config import NO_WINDOW
 from ssta.kernels.memo import remember_plain
 from ssta.kernels.notices import warn_once
 from ssta.window import window_size
@@ -51,35 +52,38 @@ def _meant(name: str, value: Any) -> str:
 def changed(config: SSTAConfig, **changes: Any) -> SSTAConfig:
     """``config`` with other values in some fields, whatever the canvas, and without what they leave no room for.
 
-    A density takes the place of top-k, threshold and budget, and any of these, or the window alone (``sparse_type="sta"``), that of a
-    density. A budget takes the place of a threshold. Without a compensation there are no parts and no error to select by. A variant keeps
-    those of its fields that neither ``changes`` nor this replaces.
+    A density takes the place of top-k, threshold and budget, and any of these that of a density. A budget takes the place of top-k and
+    threshold, and these that of a budget. The window alone (``sparse_type="sta"``) takes the place of all four, and where no window is kept
+    the one that there was is gone. Without a compensation there are no parts and no error to select by. A variant keeps those of its fields
+    that neither ``changes`` nor this replaces.
 
     Raises:
-        TypeError, ValueError: what ``SSTAConfig`` raises, or a window (``kernel_thw``) where none is kept.
+        TypeError, ValueError: what ``SSTAConfig`` raises.
     """
     settled = dict(changes)
+    budgets = [name for name, free in _BUDGET.items() if changes.get(name, free) != free]
     if changes.get("density") is not None:
         settled = _BUDGET | settled
-    elif changes.get("sparse_type") == "sta" or any(changes.get(name, free) != free for name, free in _BUDGET.items()):
+    elif changes.get("sparse_type") == "sta":
+        settled = _BUDGET | {"density": None} | settled
+    elif budgets:
         settled.setdefault("density", None)
-    if changes.get("budget") is not None:
-        settled.setdefault("threshold", 0.0)
+        settled = ({"topk": None, "threshold": 0.0} if "budget" in budgets else {"budget": None}) | settled
     if changes.get("compensation") == "none":
         settled.setdefault("compensation_parts", 1)
         if config.sampling_type == "error":
             settled.setdefault("sampling_type", None)
+    selects = SSTAConfig(sparse_type=changes.get("sparse_type", config.sparse_type),
+                         compensation=changes.get("compensation", config.compensation)).selected_by
+    if selects == "block_attn" and config.kernel_thw != NO_WINDOW:
+        settled.setdefault("kernel_thw", None)
     if "variants" not in changes:
         kept = [(frames, {name: value for name, value in dict(overrides).items() if name not in settled})
                 for frames, overrides in config.variants]
         while kept and not kept[-1][1]:
             kept.pop()
         settled["variants"] = tuple(kept)
-    made = replace(config, **settled)
-    if made.selected_by == "block_attn" and "kernel_thw" in changes and made.kernel_thw != config.kernel_thw:
-        raise ValueError("kernel_thw must come with sparse_type='ssta' where no window is kept, got kernel_thw = "
-                         f"{made.kernel_thw} alone")
-    return made
+    return replace(config, **settled)
 
 
 @remember_plain
@@ -124,9 +128,9 @@ def warn_of_the_window(model: str, config: SSTAConfig | None, thw: tuple[int, in
     if config is None or config.density is None or config.selected_by == "block_attn":
         return
     tiles = -(-thw[0] // config.tile_thw[0]), -(-thw[1] // config.tile_thw[1]), -(-thw[2] // config.tile_thw[2])
-    share = window_size(tiles, config.kernel_thw) / math.prod(tiles)
+    share = window_size(tiles, config.window) / math.prod(tiles)
     if share > config.density:
-        window, canvas = (" x ".join(map(str, sizes)) for sizes in (config.kernel_thw, tiles))
+        window, canvas = (" x ".join(map(str, sizes)) for sizes in (config.window, tiles))
         warn_once(f"window of {model}", f"config has density = {config.density}, but its window of {window} tiles, which is computed "
                   f"whole, is {share:.1%} of the tile pairs of a canvas of {canvas} tiles of {model}: give a smaller kernel_thw or "
                   "tile_thw, or sparse_type='block_attn', which has no window")

@@ -14,13 +14,11 @@ from .runs import RunPlace
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..kernels.lowering.plans import Plan
     from ..spec import LayerSpec
 
 
 class Around(NamedTuple):
-    """What a layer exchanges before its first step and after its last where nobody differentiates it and no graph holds it. Plain values; a
-    layer runs these steps, or has them in its plan.
+    """What a layer exchanges before its first step and after its last where nobody differentiates it and no graph holds it. Plain values.
 
     Attributes:
         places, length, ranks, rank: as of ``Shards``.
@@ -42,27 +40,26 @@ class Around(NamedTuple):
     def group(self) -> ProcessGroup:
         return group_named(self.name)
 
-    def enter(self, plan: Plan | None, q: Any, k: Any, v: Any, note: Callable[[str], object]) -> tuple[Any, Any, Any]:
+    def enter(self, q: Any, k: Any, v: Any, note: Callable[[str], object]) -> tuple[Any, Any, Any]:
         """A rank's ``[B, H, S_r, D]`` -> ``[B, H_r, S, D]`` as tensors, or on their way; what was sent before stays on its way.
 
         Args:
-            plan: into which it is written; None = now.
             note: called with "arrived" where they are tensors.
         """
         if not isinstance(q, Tensor):
             return q, k, v
         if self.together:
-            q, k, v = Incoming(self, (q, k, v), (self.q_deal, self.kv_deal, self.kv_deal), graph=False, plan=plan).wait()
+            q, k, v = Incoming(self, (q, k, v), (self.q_deal, self.kv_deal, self.kv_deal), graph=False).wait()
             note("arrived")
             return q, k, v
         # v and k are brought into tiles while q is on its way.
-        v, k, q = (Incoming(self, (x,), (deal,), graph=False, plan=plan)
+        v, k, q = (Incoming(self, (x,), (deal,), graph=False)
                    for x, deal in ((v, self.kv_deal), (k, self.kv_deal), (q, self.q_deal)))
         return q, k, v
 
-    def leave(self, plan: Plan | None, out: Tensor) -> Tensor:
+    def leave(self, out: Tensor) -> Tensor:
         """``[B, H_r, tokens of all packets, D]`` in the order of ``packet_spans`` -> ``[B, H, S_r, D]``."""
-        return return_packets(self, out.permute(2, 0, 1, 3), (self.q_deal,), self.places, plan)[0].transpose(1, 2)
+        return return_packets(self, out.permute(2, 0, 1, 3), (self.q_deal,), self.places)[0].transpose(1, 2)
 
 
 class Exchange:
@@ -87,7 +84,7 @@ class Exchange:
         """``take`` for attention of another kind than a layer's: all tokens of this rank's heads, as tensors."""
         q, k, v = self.take()
         if self.around is not None:
-            q, k, v = self.around.enter(None, q, k, v, self._note)
+            q, k, v = self.around.enter(q, k, v, self._note)
             self.around, self.spec = None, self.spec._replace(returned=None)
             if not isinstance(q, Tensor):
                 v, k, q = v.wait(), k.wait(), q.wait()

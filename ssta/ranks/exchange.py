@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +13,12 @@ from torch import Tensor
 from ..kernels import Deferred
 from ..kernels.memo import remember_plain
 from ..kernels.operators import differentiable_once
-from .group import group_named
 from .runs import RunPlace
 from .world import in_graph
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..kernels.lowering.plans import Plan
     from .around import Around
     from .shards import Shards
 
@@ -39,18 +36,16 @@ class Incoming:
 
     Args:
         graph: whether it is a step of a graph.
-        plan: the plan that it is a part of; None = it begins now.
     """
 
-    def __init__(self, shards: Shards | Around, xs: Sequence[Tensor | Deferred], deals: Deals, graph: bool, plan: Plan | None = None
-                 ) -> None:
-        self._own, self._graph, self._plan = [counts[shards.rank] for counts in deals], graph, plan
+    def __init__(self, shards: Shards | Around, xs: Sequence[Tensor | Deferred], deals: Deals, graph: bool) -> None:
+        self._own, self._graph = [counts[shards.rank] for counts in deals], graph
         deferred = xs[0] if isinstance(xs[0], Deferred) else None
         tensors = [x for x in xs if isinstance(x, Tensor)]
         batch, dim = xs[0].shape[0], xs[0].shape[3]
         self._width = batch, sum(self._own), dim
         # A graph has no buffer that is written to in parts.
-        self._buffer = None if graph else _empty(plan, xs[0], shards.length, *self._width)
+        self._buffer = None if graph else _empty(xs[0], shards.length, *self._width)
         self._coming: list[Collective | Batch] = []
         parts: list[Tensor | Collective] = []
         shared = [place for place in shards.places if place.shared]
@@ -73,8 +68,8 @@ class Incoming:
             if len(shared) > 1 and self._buffer is not None:
                 # In one collective: a small one by itself would hold up those behind it, until others' products let it begin.
                 self._coming = [Batch(shards.group, shards.rank, [
-                    (_sent(xs, deals, place, shards, graph, plan), self._goes(shards, deals, place), self._into(place), place.held)
-                    for place in shared], plan)]
+                    (_sent(xs, deals, place, shards, graph), self._goes(shards, deals, place), self._into(place), place.held)
+                    for place in shared])]
             else:
                 self._coming = [part for part in parts if isinstance(part, Collective)]
         # A graph has nothing else to take them from.
@@ -86,8 +81,8 @@ class Incoming:
 
     def _exchange(self, shards: Shards | Around, xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace) -> Collective:
         comes = [count * prod(self._width) for count in place.held]
-        return Collective(shards.group, _sent(xs, deals, place, shards, self._graph, self._plan), comes, self._goes(shards, deals, place),
-                          self._graph, None if self._buffer is None else self._into(place), self._plan)
+        return Collective(shards.group, _sent(xs, deals, place, shards, self._graph), comes, self._goes(shards, deals, place),
+                          self._graph, None if self._buffer is None else self._into(place))
 
     def _goes(self, shards: Shards | Around, deals: Deals, place: RunPlace) -> list[int]:
         return [place.held[shards.rank] * self._width[0] * total * self._width[2] for total in _totals(deals)]
@@ -97,24 +92,13 @@ class Incoming:
         """Whether what comes has its memory already; in a graph waiting makes it."""
         return self._buffer is not None
 
-    @property
-    def memory(self) -> Any:
-        """What ``wait`` is going to give, where it is ``in_place``."""
-        assert self._buffer is not None, "it is in place"
-        return self._apart(self._buffer)
-
-    @property
-    def sent(self) -> Tensor | None:
-        """What goes to the other ranks meanwhile, where that is one tensor; no one's any more once this was waited for."""
-        only = self._coming[0] if len(self._coming) == 1 else None
-        return only.sent if isinstance(only, Collective) else None
-
     def wait(self) -> Any:
-        """``[B, H_r, S, D]`` of one tensor, a tuple of several; once."""
+        """``[B, H_r, S, D]`` of one tensor, a tuple of several; once, and the caller's from then on."""
         if self._buffer is not None:
             for coming in self._coming:
                 coming.wait()
-            return self.memory
+            buffer, self._buffer, self._coming = self._buffer, None, []
+            return self._apart(buffer)
         parts = [part if isinstance(part, Tensor) else part.wait().view(-1, *self._width) for part in self._parts]
         return self._apart(parts[0] if len(parts) == 1 else torch.cat(parts))
 
@@ -131,20 +115,26 @@ class Batch:
         rank: this one's number in it.
         runs: of each run what is sent, flat, and how many elements of it go to each rank; where what comes goes, and how much of it, along
             its first dimension, comes from each.
-        plan: as of ``Incoming``.
     """
 
-    def __init__(self, group: ProcessGroup, rank: int, runs: Sequence[tuple[Tensor, Sequence[int], Tensor, Sequence[int]]],
-                 plan: Plan | None = None) -> None:
-        sizes = [(tuple(goes), tuple(comes)) for _, goes, _, comes in runs]
-        tensors = [x for send, _, into, _ in runs for x in (send, into)]
-        self._wait: Callable[[], object] = _begin(plan, partial(_exchange_runs, group.group_name, rank, sizes), *tensors)
+    def __init__(self, group: ProcessGroup, rank: int, runs: Sequence[tuple[Tensor, Sequence[int], Tensor, Sequence[int]]]) -> None:
+        operations: list[dist.P2POp] = []
+        for send, goes, into, comes in runs:
+            sends, receives, ranks = send.split(list(goes)), into.split(list(comes)), len(goes)
+            receives[rank].view(-1).copy_(sends[rank])
+            for step in range(1, ranks):
+                to, of = (rank + step) % ranks, (rank - step) % ranks
+                # Neither side of nothing takes part.
+                operations += [dist.P2POp(dist.isend, sends[to], group=group, group_peer=to)] if sends[to].numel() else []
+                operations += [dist.P2POp(dist.irecv, receives[of], group=group, group_peer=of)] if receives[of].numel() else []
+        self._works = dist.batch_isend_irecv(operations) if operations else []
         # Their memory is the operations' until then.
-        self._tensors: Sequence[Tensor] | None = tensors
+        self._tensors: list[Tensor] = [x for send, _, into, _ in runs for x in (send, into)]
 
     def wait(self) -> None:
-        self._wait()
-        self._tensors = None
+        for work in self._works:
+            work.wait()
+        self._tensors = []
 
 
 def send_tokens(shards: Shards, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
@@ -172,19 +162,18 @@ def packet_spans(places: tuple[RunPlace, ...], ranks: int) -> tuple[tuple[int, i
     return tuple([(place.start + (sum(place.held[:to]) if place.shared else 0), place.held[to]) for to in range(ranks) for place in places])
 
 
-def return_packets(shards: Shards | Around, packets: Tensor, deals: Deals, places: Sequence[RunPlace], plan: Plan | None = None
-                   ) -> list[Tensor]:
+def return_packets(shards: Shards | Around, packets: Tensor, deals: Deals, places: Sequence[RunPlace]) -> list[Tensor]:
     """Packets ``[tokens of all, B, own heads of all tensors, D]`` -> each tensor's ``[B, own tokens of places, H, D]``."""
     rank, totals, (_, batch, width, dim) = shards.rank, _totals(deals), packets.shape
-    graph = plan is None and in_graph(packets)
+    graph = in_graph(packets)
     counts = [sum([place.held[to] for place in places]) for to in range(shards.ranks)]
     tokens = counts[rank]
     # From each rank this one's tokens, of the other's heads.
     comes, goes = [tokens * batch * total * dim for total in totals], [count * batch * width * dim for count in counts]
-    coming = Collective(shards.group, packets.contiguous().view(-1), comes, goes, graph, plan=plan)
+    coming = Collective(shards.group, packets.contiguous().view(-1), comes, goes, graph)
     received, = _in_words(coming.wait().view(-1, dim), graph=graph)
     words = received.shape[1]
-    outs = [_empty(plan, received, batch, tokens, sum(own), words) for own in deals]
+    outs = [_empty(received, batch, tokens, sum(own), words) for own in deals]
     if _even(deals):
         by_rank = received.view(shards.ranks, tokens, batch, width, words).permute(2, 1, 0, 3, 4).split([own[0] for own in deals], 3)
         _copy(by_rank, [out.view(batch, tokens, shards.ranks, own[0], words) for out, own in zip(outs, deals)])
@@ -237,7 +226,7 @@ def _sum_tokens(shards: Shards, x: Tensor, own: tuple[int, ...]) -> Tensor:
     return torch.cat(parts).permute(1, 2, 0, 3)
 
 
-def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int, graph: bool, plan: Plan | None = None) -> Tensor:
+def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int, graph: bool) -> Tensor:
     """Some tokens of each ``[B, H, S_r, D]``, flat: for each rank ``[tokens, B, its heads of all tensors, D]``, which are all heads of a
     tensor that has no more than one rank is dealt."""
     ranks, batch = len(deals[0]), xs[0].shape[0]
@@ -245,24 +234,19 @@ def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int, graph:
     dim = words[0].shape[3]
     if _even(deals):
         own = [counts[0] for counts in deals]
-        packets = _empty(plan, words[0], ranks, tokens, batch, sum(own), dim)
+        packets = _empty(words[0], ranks, tokens, batch, sum(own), dim)
         _copy([_for_ranks(x, ranks, heads) for x, heads in zip(words, own)], packets.split(own, 3))
         return packets.view(xs[0].dtype).view(-1)
     dealt = [x.permute(2, 0, 1, 3).split(counts, 2) for x, counts in zip(words, deals)]
-    packets = _empty(plan, words[0], tokens * batch * sum(_totals(deals)), dim)
+    packets = _empty(words[0], tokens * batch * sum(_totals(deals)), dim)
     for to, packet in enumerate(packets.split([tokens * batch * total for total in _totals(deals)])):
         own = [counts[to] for counts in deals]
         _copy([parts[to] for parts in dealt], packet.view(tokens, batch, sum(own), dim).split(own, 2))
     return packets.view(xs[0].dtype).view(-1)
 
 
-def _empty(plan: Plan | None, like: Tensor | Deferred, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=like.dtype, device=like.device) if plan is None else plan.working(*shape, dtype=like.dtype)
-
-
-def _begin(plan: Plan | None, function: Callable[..., Callable[[], object]], *tensors: Tensor) -> Callable[[], object]:
-    """A function of tensors that begins work on them, now or in a plan's calls; returns what waits for it."""
-    return function(*tensors) if plan is None else plan.start(function, *tensors)
+def _empty(like: Tensor | Deferred, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def _copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> None:
@@ -286,14 +270,13 @@ def _even(deals: Deals) -> bool:
     return all([len({*counts}) == 1 for counts in deals])
 
 
-def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace, shards: Shards | Around, graph: bool, plan: Plan | None
-          ) -> Tensor:
+def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace, shards: Shards | Around, graph: bool) -> Tensor:
     """A shared run's packets, flat. What is deferred the kernel writes there at once; each rank has as many heads of it."""
     x, held = xs[0], place.held[shards.rank]
     if not isinstance(x, Deferred):
-        return _packets([x for x in xs if isinstance(x, Tensor)], deals, place.local, held, graph, plan)
+        return _packets([x for x in xs if isinstance(x, Tensor)], deals, place.local, held, graph)
     batch, heads, _, dim = x.shape
-    packets = torch.empty(shards.ranks, held, batch, heads // shards.ranks, dim, dtype=x.dtype, device=x.device)
+    packets = _empty(x, shards.ranks, held, batch, heads // shards.ranks, dim)
     x.part(place.local, held).write(packets.permute(2, 0, 3, 1, 4))
     return packets.view(-1)
 
@@ -305,52 +288,30 @@ def _totals(deals: Deals) -> list[int]:
 
 class Collective:
     """One collective between the ranks of ``group``: ``goes[r]`` of the elements of ``send`` go to rank r, and ``comes[r]`` come from it,
-    ``into`` a tensor of so many. graph, plan: as of ``Incoming``."""
+    ``into`` a tensor of so many. graph: as of ``Incoming``."""
 
-    def __init__(self, group: ProcessGroup, send: Tensor, comes: list[int], goes: list[int], graph: bool, into: Tensor | None = None,
-                 plan: Plan | None = None) -> None:
+    def __init__(self, group: ProcessGroup, send: Tensor, comes: list[int], goes: list[int], graph: bool, into: Tensor | None = None
+                 ) -> None:
         self._wait: Callable[[], object] | None = None
         # Its memory is the collective's until it was waited for.
-        self.sent: Tensor | None = None
+        self._sent: Tensor | None = None
         if graph:
             self._received = torch.ops._c10d_functional.all_to_all_single(send, comes, goes, group.group_name)
             return
-        self._received = _empty(plan, send, sum(comes)) if into is None else into.view(-1)
+        self._received = _empty(send, sum(comes)) if into is None else into.view(-1)
         # The library has a faster way for equal sizes.
-        sizes = (None, None) if len({*comes}) == len({*goes}) == 1 else (comes, goes)
-        self._wait = _begin(plan, partial(_all_to_all, group.group_name, *sizes), self._received, send)
-        self.sent = send
+        even = len({*comes}) == len({*goes}) == 1
+        self._wait = dist.all_to_all_single(self._received, send, None if even else comes, None if even else goes, group=group,
+                                            async_op=True).wait
+        self._sent = send
 
     def wait(self) -> Tensor:
         """What came, flat. On a GPU the stream waits for it, the host does not."""
         if self._wait is None:
             return torch.ops._c10d_functional.wait_tensor(self._received)
         self._wait()
-        self.sent = None
+        self._sent = None
         return self._received
-
-
-# What plans call has the name of a group, so that nothing keeps one that is destroyed.
-
-
-def _all_to_all(group: str, comes: list[int] | None, goes: list[int] | None, received: Tensor, send: Tensor) -> Callable[[], object]:
-    return dist.all_to_all_single(received, send, comes, goes, group=group_named(group), async_op=True).wait
-
-
-def _exchange_runs(group: str, rank: int, sizes: Sequence[tuple[Sequence[int], Sequence[int]]], *tensors: Tensor) -> Callable[[], object]:
-    """The operations of a ``Batch``; tensors: of each run what is sent and where what comes goes."""
-    own = group_named(group)
-    operations: list[dist.P2POp] = []
-    for (goes, comes), send, into in zip(sizes, tensors[::2], tensors[1::2]):
-        sends, receives, ranks = send.split(list(goes)), into.split(list(comes)), len(goes)
-        receives[rank].view(-1).copy_(sends[rank])
-        for step in range(1, ranks):
-            to, of = (rank + step) % ranks, (rank - step) % ranks
-            # Neither side of nothing takes part.
-            operations += [dist.P2POp(dist.isend, sends[to], group=own, group_peer=to)] if sends[to].numel() else []
-            operations += [dist.P2POp(dist.irecv, receives[of], group=own, group_peer=of)] if receives[of].numel() else []
-    works = dist.batch_isend_irecv(operations) if operations else []
-    return lambda: [work.wait() for work in works]
 
 
 class ToHeads(torch.autograd.Function):

@@ -61,11 +61,6 @@ class Shares(ABC):
         """How many of them exchange heads."""
         return self.ranks
 
-    @property
-    def plain(self) -> tuple:
-        """All that a rank's share follows from."""
-        return self.runs, self.ranks, self.rank, self.head_ranks
-
     @abstractmethod
     def start(self, *xs: Tensor | Deferred, key_heads: int | None = None) -> Sent:
         """This rank's ``[B, H, S_r, D]``, on their way."""
@@ -169,18 +164,6 @@ class Sent:
     def waits(self) -> bool:
         """Whether what comes may be waited for as late as it is read: nobody differentiates it, and it is no part of a graph."""
         return not self.requires_grad and self._incoming is not None and self._incoming.in_place
-
-    @property
-    def memory(self) -> Tensor:
-        """The one tensor that ``wait`` is going to give, which holds nothing yet."""
-        assert self._incoming is not None, "it was waited for"
-        return self._incoming.memory
-
-    @property
-    def sent(self) -> Tensor | None:
-        """What goes to the other ranks meanwhile, where that is one tensor, which nobody needs any more once this was waited for."""
-        assert self._incoming is not None, "it was waited for"
-        return self._incoming.sent
 
     def wait(self) -> Any:
         """``[B, H_r, S, D]`` of one tensor, a tuple of several; once, and the caller's from then on. On a GPU only the stream waits.

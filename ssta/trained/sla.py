@@ -26,7 +26,7 @@ from ..checks import LARGEST, require_choice, require_share
 from ..inputs import check_tensors
 from ..kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route
 from ..kernels.checks import DTYPES, autocast_inputs, check_tensor, require_bool, require_int, resolve_scale, without_autocast
-from ..result import Found, LayerResult
+from ..result import LayerResult
 from ..scoring import block_means
 from ..selection import Selection
 from ..sequence import DenseRun, TokenLayout
@@ -46,14 +46,15 @@ def sparse_linear_attention(
     """Sparse-linear attention (SLA) over a sequence, for checkpoints that were trained with it.
 
     Args:
-        query: ``[B, H, S, D]``, any strides whose last is 1. Under autocast all tensors are cast to its dtype.
+        query: ``[B, H, S, D]``, any strides. Under autocast all tensors are cast to its dtype.
         key: ``[B, Hkv, S, D]``, query's dtype and device. H must be a multiple of Hkv.
         value: ``[B, Hkv, S, D]``.
         weight: ``[D, D]``, (out, in) as in ``torch.nn.Linear``; the projection of the linear part. float16, bfloat16, float32 or float64,
             on query's device. None = no linear part.
         bias: ``[D]``, dtype and device as for weight; None = none, as where there is no weight.
         density: in (0, 1], the share of the key blocks that each query block attends to exactly (TurboDiffusion's ``sla_topk``).
-        feature_map: "softmax", "elu" (plus 1) or "relu".
+        feature_map: "softmax", "elu" (plus 1) or "relu", with which gradients in 16 bit are poor where features nearly vanish, as of the
+            published code.
         q_block, kv_block: tokens of a query block and of a key block, at most 2**31 - 1; the last ones may be shorter.
         scale: factor on the scores of the exact part; default 1 / sqrt(D).
         deterministic: whether gradients are the same bits every time; see ``block_sparse_attention``.
@@ -81,6 +82,7 @@ def sla_layer(
         raise ValueError(f"query must be [batch, heads, tokens, head_dim] with at least one token, got shape {tuple(q.shape)}")
     layout = TokenLayout((DenseRun(q.shape[2]),))
     check_tensors(q, k, v, layout, layout)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     dim = q.shape[3]
     if weight is not None:
         check_tensor("weight", weight, DTYPES, (dim, dim), "[head_dim, head_dim]", q.device)
@@ -107,7 +109,7 @@ def sla_layer(
     if weight is not None:
         with without_autocast(q.device.type):
             out = out + _linear(q, k, v, weight, bias, FEATURE_MAPS[feature_map])
-    return LayerResult(out, route, (), lambda held: Found(selection))
+    return LayerResult(out, route, selection)
 
 
 def check_density(density: float) -> float:

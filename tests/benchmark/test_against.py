@@ -1,6 +1,7 @@
 """Another checkout beside this one: which library is imported, who works when, and what is compared."""
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -142,8 +143,8 @@ def test_sides_prepare_together_and_take_turns_in_either_order():
                       "a starts", "a ends", "b starts", "b ends", "b starts", "b ends", "a starts", "a ends"]
 
 
-def measured(*values, unit="ms", note=""):
-    return dict(unit=unit, values=list(values), note=note)
+def measured(*values, unit="ms", why=""):
+    return dict(unit=unit, values=list(values), note=why)
 
 
 def drifting(factor, rounds=15):
@@ -168,7 +169,7 @@ def test_what_is_marked():
 
     old = {"layer a": measured(1.0, 1.0), "kernel b": measured(1.0), "host c": measured(100.0, 100.0, unit="us"),
            "memory d": measured(100.0, unit="MiB"), "gate at 0.1": measured(38.1, unit="dB"), "model e": measured(2.0)}
-    new = {"layer a": measured(note="failed: x"), "kernel b": measured(1.0), "host c": measured(108.0, 108.0, unit="us"),
+    new = {"layer a": measured(why="failed: x"), "kernel b": measured(1.0), "host c": measured(108.0, 108.0, unit="us"),
            "memory d": measured(104.0, unit="MiB"), "gate at 0.1": measured(37.9, unit="dB")}
     rows = {row["row"]: row for row in compared(old, new, {"kernel_b": 0.02}, 1.5, 10.0)}
     assert {name: row["mark"] for name, row in rows.items()} == {
@@ -202,8 +203,12 @@ def test_a_planted_slowdown_and_a_planted_fault_in_a_layer(tmp_path):
         "    if config.compensation_parts == 1 and scale is None:\n        scale = 0.1 if config.compensation == 'linear' else None\n"
         "    attend(query, key, value, layout, config, text_mask=text_mask)\n")))
     rows = tmp_path / "rows.csv"
-    assert against.main([str(ROOT), str(new), "--only", "layer", "--rounds", "2", "--csv", str(rows)]) == 1
-    found = {row["row"].split(", ", 1)[1]: row for row in read_rows(rows)}
-    assert found["one part"]["mark"] == found["one part, backward"]["mark"] == "RESULTS DIFFER"
-    assert found["default"]["mark"] == found["none"]["mark"] == "SLOWER" and float(found["default"]["ratio"]) > 1.4
-    assert found["default"]["apart"] == "0.0"
+    assert against.main([str(ROOT), str(new), "--only", "layer", "--rounds", "2", "--csv", str(rows),
+                         "--json", str(tmp_path / "rows.json")]) == 1
+    marked = {row["row"].split(", ", 1)[1]: row for row in read_rows(rows)}
+    assert marked["one part"]["mark"] == marked["one part, backward"]["mark"] == "RESULTS DIFFER"
+    assert marked["default"]["mark"] == marked["none"]["mark"] == "SLOWER" and float(marked["default"]["ratio"]) > 1.4
+    sides = json.loads((tmp_path / "rows.json").read_text())
+    timed = {what: [len(sides[side][f"layer small, {what}"]["values"]) for side in ("old", "new")] for what in ("one part", "none")}
+    assert timed == {"one part": [0, 0], "none": [2, 2]}
+    assert marked["default"]["apart"] == "0.0"

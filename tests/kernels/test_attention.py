@@ -4,8 +4,7 @@ import pytest
 import torch
 from cases import INTERPRETED, inputs
 
-from ssta.kernels import BlockLists, attention, block_sparse_attention
-from ssta.kernels.op import route_of, run_forward
+from ssta.kernels import BlockLists, block_sparse_attention, take_tokens
 from ssta.kernels.reference import reference_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,28 +137,6 @@ def test_operator_registration():
     torch.library.opcheck(attention_operator, (q, k, v, *blocks.to_fields(), 0.25, False, True, "torch"))
 
 
-@pytest.mark.parametrize("impl", ["triton", pytest.param("hopper", marks=pytest.mark.gpu)])
-def test_calls_of_a_kind_follow_one_plan(impl):
-    """Other values, lists, scales and addresses, and ragged blocks, for which there is none: the same bits as by the kernels themselves."""
-    q, k, v = (x.half().to(DEVICE) for x in inputs(1, 2, 1, 150, 192, 64))
-    lists = BlockLists.from_mask(torch.rand(2, 3, 3, device=DEVICE) < 0.6, 64, 64)
-    other = BlockLists.from_mask(torch.rand(2, 3, 3, device=DEVICE) < 0.6, 64, 64)
-    apart = BlockLists(lists.counts, lists.indices.mT.contiguous().mT, 64, 64, num_kv_blocks=3)
-    bounds = [torch.tensor([0, 65, 100, n], dtype=torch.int32, device=DEVICE) for n in (150, 192)]
-    ragged = BlockLists(lists.counts, lists.indices, *bounds)
-    odd = torch.empty(q.numel() + 1, dtype=q.dtype, device=DEVICE)[1:].view_as(q).copy_(q)
-    route = route_of(impl, q, k, lists, False, True)
-    calls = [(q, lists, None), (q + 1, other, None), (q, lists, 0.3), (odd, lists, None), (q, apart, None), (q, ragged, None)]
-    for x, of, scale in calls:
-        found = block_sparse_attention(x, k, v, of, scale=scale, return_lse=True, impl=impl)
-        wanted = run_forward(route, x, k, v, of, scale or 0.125, False)
-        assert all(map(torch.equal, found, wanted)) and found[0].stride() == wanted[0].stride()
-    planned = [of.plans for of in attention._known.values() if of.route == route]
-    results = {None if plan is None else len(plan.results) for plans in planned for plan in plans.values()}
-    # Ragged blocks may have another route.
-    assert 2 in results and results <= {None, 2}
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("impl", ["triton", "hopper"])
@@ -209,19 +186,44 @@ def _call(dtype=torch.float32, **changes):
     (dict(k=torch.zeros(1, 3, 48, 16), v=torch.zeros(1, 3, 48, 16)), ValueError, "q's heads must be a multiple of k's 3, got 4"),
     (dict(q=torch.zeros(1, 4, 16, 32).mT), ValueError, "q must have stride 1 in its last dimension, got 32"),
     (dict(blocks="all"), TypeError, "blocks must be BlockLists, got str"),
-    (dict(blocks=full_lists(3, 2, 3)), ValueError, "blocks.counts must have batch 1 or 1 and heads 1 or 2 or 4"),
+    (dict(blocks=full_lists(3, 2, 3)), ValueError, "blocks.counts must have batch 1 and heads 1 or 2 or 4"),
     (dict(blocks=full_lists(2, 1, 2, 3)), ValueError, "blocks.counts must have batch 1"),
     (dict(blocks=full_lists(3, 3)), ValueError, "blocks must have 2 q blocks of 16 for 32 tokens, got 3"),
     (dict(blocks=full_lists(2, 4)), ValueError, "blocks must have 3 kv blocks of 16 for 48 tokens, got 4"),
     (dict(scale=0.0), ValueError, "scale must be positive and finite, got 0.0"),
     (dict(scale="big"), TypeError, r"scale must be a number, got 'big' \(str\)"),
     (dict(impl="cuda"), ValueError, "impl must be one of 'auto', 'reference', 'torch', 'triton', 'cudnn', 'hopper', got 'cuda'"),
-    (dict(impl="hopper"), ValueError, "impl='hopper' requires float16 or bfloat16 and a head_dim of 64 or 128, got torch.float32 and 16"),
+    (dict(impl="hopper"), ValueError, r"impl='hopper' requires a Hopper GPU \(sm_90\), got"),
     (dict(impl="triton"), ValueError, "impl='triton' requires float16 or bfloat16 and a head_dim of 16 to 256, got torch.float32 and 16"),
 ])
 def test_refuses_before_any_kernel_runs(changes, error, message):
     with pytest.raises(error, match=message):
         _call(**changes)
+
+
+@pytest.mark.parametrize("pattern, words", [((4, 4), "blocks must have 1 q blocks of 16 for 2 tokens, got 4"),
+                                            ((2, 4, 4), "blocks.counts must have batch 1 and heads 1 or 64, got shape")])
+def test_tokens_before_heads_are_seen(pattern, words):
+    x, blocks = torch.zeros(1, 64, 2, 16), BlockLists.from_mask(torch.ones(*pattern, dtype=torch.bool), 16, 16)
+    with pytest.raises(ValueError, match=rf"{words}.*; the order of axes is \[batch, heads, tokens, head_dim\], so transpose\(1, 2\)"):
+        block_sparse_attention(x, x, x, blocks)
+    assert block_sparse_attention(*[x.transpose(1, 2)] * 3, blocks).shape == (1, 2, 64, 16)
+
+
+@pytest.mark.parametrize("index, error, words", [
+    (torch.zeros(3), TypeError, "index must be int64, got torch.float32"),
+    (torch.tensor([0, 5]), ValueError, r"index must lie in \[-1, 5\), got 0 to 5"),
+    (torch.tensor([-2, 1]), ValueError, r"index must lie in \[-1, 5\), got -2 to 1"),
+    ([0], TypeError, "index must be a tensor, got list")])
+def test_tokens_are_taken_by_numbers_that_are_there(index, error, words):
+    with pytest.raises(error, match=words):
+        take_tokens(torch.zeros(1, 2, 5, 4), index)
+
+
+def test_what_torch_jit_traces_is_refused_in_words_that_help():
+    blocks = BlockLists.from_mask(torch.ones(2, 2, dtype=torch.bool), 16, 16)
+    with pytest.raises(TypeError, match="must be an int, got tensor.*; torch.jit.trace cannot trace this package, torch.export can"):
+        torch.jit.trace(lambda q: block_sparse_attention(q, q, q, blocks), (torch.zeros(1, 1, 32, 16),))
 
 
 def test_triton_refuses_a_cpu_when_not_interpreted(monkeypatch):

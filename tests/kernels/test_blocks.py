@@ -1,7 +1,5 @@
 """BlockLists: every conversion there and back, the transpose, and what the constructor refuses."""
 
-import copy
-import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -166,6 +164,15 @@ def test_checked_constructor_reads_the_values(changes, message):
 def test_conversions_refuse_what_they_cannot_read():
     with pytest.raises(TypeError, match="mask must be a bool tensor"):
         BlockLists.from_mask(torch.ones(2, 2), 16, 16)
+    with pytest.raises(TypeError, match="mask must be a bool tensor, got numpy.ndarray of bool, of which torch.as_tensor makes one"):
+        BlockLists.from_mask(np.ones((2, 2), dtype=bool), 16, 16)
+    with pytest.raises(TypeError, match="q_offsets must be int32, got torch.int64; .int\\(\\) converts it"):
+        BlockLists.from_mask(torch.ones(2, 2, dtype=torch.bool), torch.tensor([0, 3, 5]), 16)
+    with pytest.raises(ValueError, match="max_q_length must be given with q_offsets that hold no values"):
+        BlockLists.from_mask(torch.ones(2, 2, dtype=torch.bool, device="meta"), torch.empty(3, dtype=torch.int32, device="meta"), 16)
+    for read in (lambda lists: lists.check_values(32, 32), lambda lists: lists.to_bsr()):
+        with pytest.raises(ValueError, match="counts must hold values, got a meta tensor"):
+            read(BlockLists.from_mask(torch.ones(2, 2, dtype=torch.bool, device="meta"), 16, 16))
     with pytest.raises(ValueError, match="mask must be"):
         BlockLists.from_mask(torch.ones(2, dtype=torch.bool), 16, 16)
     with pytest.raises(TypeError, match="indices must be an int32 or int64 tensor"):
@@ -341,14 +348,3 @@ def test_axes_that_share_their_offsets_share_their_bounds():
         cut = blocks.relisted(blocks.counts, blocks.indices, lengths, *known)
         assert all(a is b for a, b in zip(cut.q_bounds(8), cut.kv_bounds(8)))
         assert [x.tolist() for x in cut.q_bounds(8)] == [[[[0, 3]]], [[[3, 1]]]]
-
-
-def test_facts_are_those_of_the_lists_at_hand():
-    blocks = BlockLists.from_mask(torch.ones(2, 3, dtype=torch.bool), 4, 4)
-    alike, other = (BlockLists.from_mask(torch.zeros(2, 3, dtype=torch.bool), size, 4) for size in (4, 5))
-    assert blocks.facts == alike.facts != other.facts
-    assert copy.copy(blocks).facts == pickle.loads(pickle.dumps(blocks)).facts == blocks.facts
-    shorter = blocks.relisted(blocks.counts, blocks.indices[..., :2])
-    assert shorter.facts != blocks.facts and shorter.facts == blocks.relisted(blocks.counts, blocks.indices[..., :2]).facts
-    known = blocks.facts
-    assert blocks.covering(12).facts != known

@@ -6,16 +6,8 @@ from cases import INTERPRETED, ragged
 
 from ssta.kernels import BlockLists
 from ssta.kernels.lowering.chunks import ENTRY, HEADER, Listed, chunk_lists, extent, full_chunk, work_queue
-from ssta.kernels.lowering.plans import Plan, Planned
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter is off")
-
-
-def queue_of(listed, chunk, shift=None):
-    """A plan that gives a queue, for calls without a tensor: the lists are constants, as those of a layer that attends to fixed tiles."""
-    plan = Plan(torch.device("cpu"), ())
-    plan.results.append(work_queue(plan, listed, chunk, shift, chunk))
-    return Planned(plan)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -26,7 +18,7 @@ def test_the_queue_holds_every_row_once_and_the_longest_lists_first(causal):
     batch, heads, width = extent(listed, 16)
     assert (batch, heads, width) == (2, 3, chunks.starts.shape[3])
     sizes = [HEADER.value, 2 * 3 * 5 * ENTRY.value, chunks.starts.numel(), chunks.starts.numel()]
-    header, entries, starts, lengths = queue_of(listed, 16, shift)()[0].split(sizes)
+    header, entries, starts, lengths = work_queue(listed, 16, shift, 16).split(sizes)
     entries = entries.view(2, 3, 5, ENTRY.value)
     row = entries[..., 4].long()
     assert header[0] == 0 and torch.equal(row.sort(-1).values, torch.arange(5).expand(2, 3, 5))
@@ -44,7 +36,7 @@ def test_the_queue_holds_every_row_once_and_the_longest_lists_first(causal):
 @pytest.mark.parametrize("tokens, causal, sizes", [(144, False, 0), (132, False, 1), (144, True, 1)])
 def test_the_queue_has_no_room_for_partial_chunks_where_there_are_none(tokens, causal, sizes):
     blocks = BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 48, 48, capacity=3)
-    queue, = queue_of(Listed.of(blocks, tokens, tokens), 16, 0 if causal else None)()
+    queue = work_queue(Listed.of(blocks, tokens, tokens), 16, 0 if causal else None, 16)
     entries = queue[HEADER.value:HEADER.value + 3 * ENTRY.value].view(3, -1)
     assert queue.numel() == HEADER.value + 3 * (ENTRY.value + (1 + sizes) * 3 * 3)
     assert bool((entries[:, 3] > 0).any()) == bool(sizes)
@@ -59,7 +51,7 @@ def test_a_full_chunk_is_an_equal_share_of_the_longest_blocks_or_fills_a_step(le
 
 def test_every_call_has_a_queue_of_its_own():
     blocks = BlockLists.from_mask(torch.ones(3, 3, dtype=torch.bool), 16, 16)
-    planned = queue_of(Listed.of(blocks, 48, 48), 16)
+    listed = Listed.of(blocks, 48, 48)
     # Whoever takes rows counts here.
-    planned()[0][0] += 3
-    assert planned()[0][0] == 0
+    work_queue(listed, 16, None, 16)[0] += 3
+    assert work_queue(listed, 16, None, 16)[0] == 0

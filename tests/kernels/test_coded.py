@@ -3,7 +3,6 @@
 import pytest
 import torch
 from backend_rows import DEVICE
-from planned import planned
 
 from ssta.kernels.portable import coded
 
@@ -73,7 +72,7 @@ def room(found, units):
 
 
 def written(found, into, places=None):
-    planned(lambda plan, found, into, places: coded.write(plan, found, into, places, 0))(found, into, places)
+    coded.write(found, into, places)
     return into
 
 
@@ -114,7 +113,7 @@ def test_products_with_it_are_those_with_its_matrices(dim, units, rows, group):
     twice = torch.arange(dim, device=DEVICE) // 32
     known = half(queries * (1 + (twice[:, None] != twice))).bfloat16()
     got = torch.empty(1, 2 * group, rows, coded.slabs(dim) * units, device=DEVICE)
-    planned(coded.half_variances)(known, moments, scales, got)
+    coded.half_variances(known, moments, scales, got)
     got = got.unflatten(3, (-1, units)).sum(3)
     per_head = whole(moments, scales).repeat_interleave(group, 1)
     wanted = known.double() @ half(per_head).mT
@@ -122,6 +121,6 @@ def test_products_with_it_are_those_with_its_matrices(dim, units, rows, group):
 
     mixture = torch.rand(1, 2 * group, rows, 8 * (-(-units // 8)), device=DEVICE).bfloat16()[..., :units]
     got = torch.empty(1, 2 * group, rows, dim * dim, dtype=torch.bfloat16, device=DEVICE)
-    planned(lambda plan, wide, *rest: coded.mixtures(plan, wide[..., :units], *rest))(mixture._base, covariances, scales, got)
+    coded.mixtures(mixture, covariances, scales, got)
     wanted = mixture.double() @ mixed(covariances, scales).flatten(-2).repeat_interleave(group, 1)
     assert (got - wanted).norm() <= ROUNDED * wanted.norm()

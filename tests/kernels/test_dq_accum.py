@@ -8,8 +8,7 @@ triton = pytest.importorskip("triton")
 from cases import DEVICES, dq_patterns  # noqa: E402
 
 from ssta.kernels.lowering.chunks import q_partition  # noqa: E402
-from ssta.kernels.lowering.dq_accum import QUERIES, Accum, backward_postprocess, backward_preprocess  # noqa: E402
-from ssta.kernels.lowering.plans import Plan, Planned  # noqa: E402
+from ssta.kernels.lowering.dq_accum import QUERIES, backward_postprocess, backward_preprocess  # noqa: E402
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -22,9 +21,7 @@ def test_preprocess_gives_lse_and_dpsum_and_postprocess_dq(device, name, ordered
     out, dout = (torch.randn(2, q_len, heads, dim, device=device, dtype=torch.float16).transpose(1, 2) for _ in range(2))
     lse, dlse = torch.randn(2, 2, heads, q_len, device=device) * 9
     lse[:, :, ::7] = float("-inf")
-    plan = Plan(dout.device, [])
-    plan.results += [x for x in backward_preprocess(plan, dout, dlse, out, lse, scale, queries, ordered) if x is not None]
-    accum = Accum(*Planned(plan)(), *([] if ordered else [None]))
+    accum = backward_preprocess(dout, dlse, out, lse, scale, queries, ordered)
     delta = dlse - (out.float() * dout.float()).sum(-1)
     empty = lse == float("-inf")
     lse_dpsum = accum.lse_dpsum.float()
@@ -54,9 +51,7 @@ def test_preprocess_gives_lse_and_dpsum_and_postprocess_dq(device, name, ordered
             x = x.view(2, heads, 4, 2, 8, dim // 64, 8, 4, 2).permute(0, 1, 5, 6, 2, 4, 7, 3, 8)
             accum.dq_accum[:, :, slot] = x.reshape(2, heads, -1)
     dq = torch.zeros_like(dout)
-    plan = Plan(dout.device, [])
-    backward_postprocess(plan, accum, dq, 2.0, queries)
-    Planned(plan)()
+    backward_postprocess(accum.dq_accum, accum.dq_semaphore, dq, 2.0, queries)
     covered = torch.zeros(q_len, dtype=torch.bool, device=device)
     for first, size in zip(firsts, sizes):
         covered[first:first + size] = True

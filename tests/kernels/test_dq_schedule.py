@@ -33,17 +33,13 @@ from ssta.kernels.lowering.dq_schedule import (  # noqa: E402
     lock_values,
     schedule,
 )
-from ssta.kernels.lowering.plans import Plan, Planned  # noqa: E402
 
 
 def made_of(blocks, q_len, kv_len, heads, kv_heads, programs, ordered, shift=None):
     """(the schedule, its tiles, lock values)"""
     listed, flipped = Listed.of(blocks, q_len, kv_len), Listed.of(blocks.transpose(), kv_len, q_len)
-    plan = Plan(blocks.device, [])
-    made = schedule(plan, flipped, 2, heads, kv_heads, programs, ordered, shift)
-    plan.results += [made.tiles, *([lock_values(plan, made, listed, flipped, 2, heads, kv_heads)] if ordered else [])]
-    tiles, *locks = Planned(plan)()
-    return made, tiles, locks[0] if ordered else None
+    made = schedule(flipped, 2, heads, kv_heads, programs, ordered, shift)
+    return made, made.tiles, lock_values(made, listed, flipped, 2, heads, kv_heads) if ordered else None
 
 
 def plan(blocks, heads, kv_heads, q_len, kv_len, programs, causal=False):

@@ -30,7 +30,9 @@ def test_with_gradients(place, impl, dim, lists, order):
         return (torch.rand(1, place["kv_heads"], number, number, device=device) < 0.5) | torch.eye(number, device=device).bool()
 
     def blocks_of(mask):
-        return BlockLists.from_mask(mask, offsets, offsets)
+        # Without the longest block's length the lists would wait for the device.
+        longest = max(place["lengths"])
+        return BlockLists.from_mask(mask, offsets, offsets, max_q_length=longest, max_kv_length=longest)
 
     same = blocks_of(mask()) if lists == "the same lists" else None
 

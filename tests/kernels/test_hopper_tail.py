@@ -7,7 +7,6 @@ import torch
 from cases import INTERPRETED, ragged
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from hopper_emulator import module, run
-from planned import planned
 from tail_cases import no_worse, tail_case
 
 from ssta.kernels.backend import choose
@@ -103,7 +102,7 @@ def assert_right(compute, of):
 
 
 def compute_emulated(late):
-    return planned(lambda *arguments: run("tail_merge", *arguments, late=late))
+    return lambda *arguments: run("tail_merge", *arguments, late=late)
 
 
 late = pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
@@ -181,13 +180,13 @@ def test_where_it_runs(capability, dtype, dim, runs):
 def compute(*arguments):
     from ssta.kernels.hopper.tail_merge import hopper_tail_merge
 
-    planned(hopper_tail_merge)(*arguments)
+    hopper_tail_merge(*arguments)
 
 
 def portable(*arguments):
     from ssta.kernels.portable.tail_rows import merge
 
-    planned(merge)(*arguments)
+    merge(*arguments)
 
 
 # As a canvas of 6 x 8 x 8 tiles cut at its edges has them.

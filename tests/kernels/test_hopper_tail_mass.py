@@ -7,7 +7,6 @@ import torch
 from cases import INTERPRETED, ragged
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from hopper_emulator import run
-from planned import planned
 
 from ssta.kernels.block_forms import per_query_head
 from ssta.kernels.eager.tail import _Cut
@@ -61,7 +60,7 @@ def check(call, q, k_mean, log_count, half_variance, offsets, longest, sums=1):
 @pytest.mark.parametrize(("lengths", "units", "sums"), [([40, 7, 0, 33, 64], 70, 1), ([130, 150, 20], 65, 4)],
                          ids=["32 of a block", "64, in parts"])
 def test_masses(late, lengths, units, sums):
-    check(planned(partial(run, "tail_mass", late=late, function="hopper_mass")), *problem(lengths, units, 16), sums)
+    check(partial(run, "tail_mass", late=late, function="hopper_mass"), *problem(lengths, units, 16), sums)
 
 
 @pytest.mark.gpu
@@ -71,7 +70,7 @@ def test_on_a_gpu(dim, longest, sums):
     from ssta.kernels.hopper.tail_mass import hopper_mass
 
     of = problem([longest, 40, 7, 0, longest - 1] * 9, 967, dim, heads=4, kv_heads=2, batch=2, device="cuda")
-    first, again = (check(planned(hopper_mass), *of, sums) for _ in range(2))
+    first, again = (check(hopper_mass, *of, sums) for _ in range(2))
     assert all(map(torch.equal, first, again))
 
 
@@ -81,5 +80,5 @@ def test_on_a_gpu_it_never_waits():
 
     of = problem([128, 40] * 3, 67, 128, device="cuda")
     mass, rounded, error = of[3].bfloat16(), of[3].bfloat16(), torch.empty(1, 2, 6, device="cuda")
-    call = planned(hopper_mass)
+    call = hopper_mass
     assert_never_waits_and_fits_a_cuda_graph(lambda: call(*of[:5], SCALE, 32, 1.0, mass, rounded, error) and (mass, error))

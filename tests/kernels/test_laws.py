@@ -227,6 +227,24 @@ def test_a_result_in_the_place_of_q_is_the_same(device, impl, name):
         assert out.data_ptr() == q.data_ptr()
 
 
+@everywhere
+@pytest.mark.parametrize("name", patterns("cpu"))
+@pytest.mark.slow
+def test_a_gradient_in_the_place_of_the_results_is_the_same(device, impl, name):
+    """Bit for bit, also beside rows that no block covers."""
+    blocks, heads, kv_heads, q_len, kv_len = patterns(device)[name]
+    q, k, v = inputs(2, heads, kv_heads, q_len, kv_len, 32, device, impl=impl)
+    route = choose_route(impl, q.device, q.dtype, q.shape[3], PatternFacts.of(blocks), heads=heads, kv_heads=kv_heads)
+    out, lse = route.run(q, k, v, blocks, 0.2)
+    dout = torch.randn_like(q)
+    expected = route.run_backward(dout, None, q, k, v, out, lse, blocks, 0.2, False, True)
+    dq, *found = route.run_backward(dout, None, q, k, v, out, lse, blocks, 0.2, False, True, in_place=True)
+    assert all(map(torch.equal, (dq, *found), expected))
+    covered = not isinstance(blocks.q_offsets, torch.Tensor) and blocks.q_lengths is None
+    if route.backward.keys == "tiles" and (route.backward.kernels == "hopper" or route.backward.kernels == "triton" and covered):
+        assert dq.data_ptr() == dout.data_ptr()
+
+
 def test_torch_gradients_by_differences():
     """float64 all the way: against finite differences, which share nothing with the formulas."""
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 10, 12, 4, dtype=torch.float64))

@@ -7,7 +7,7 @@ import torch
 from oracles import attention_by
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention, choose_route, notices, routing
+from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention, choose_backend, choose_route, notices, routing
 from ssta.kernels.eager.blocks import torch_backward, torch_forward
 from ssta.kernels.routing import LONG_BLOCKS, TABLE, Problem, Where
 
@@ -82,15 +82,40 @@ def test_what_a_route_needs():
     assert not short.takes_deterministic, "its backward is the portable one"
 
 
-@pytest.mark.parametrize("impl, dtype, dim, message", [
-    ("hopper", torch.float16, 80, "a head_dim of 64 or 128, got torch.float16 and 80"),
-    ("hopper", torch.float16, 64, r"requires a Hopper GPU \(sm_90\), got sm_80"),
-    ("triton", torch.float32, 64, "requires float16 or bfloat16 and a head_dim of 16 to 256, got torch.float32 and 64"),
-    ("triton", torch.float16, 8, "got torch.float16 and 8"),
+@pytest.mark.parametrize("impl, capability, dtype, dim, message", [
+    ("hopper", (9, 0), torch.float16, 80, "a head_dim of 64 or 128, got torch.float16 and 80"),
+    ("hopper", (8, 0), torch.float16, 64, r"requires a Hopper GPU \(sm_90\), got sm_80"),
+    ("hopper", (8, 0), torch.float32, 80, r"requires a Hopper GPU \(sm_90\), got sm_80"),
+    ("triton", (8, 0), torch.float32, 64, "requires float16 or bfloat16 and a head_dim of 16 to 256, got torch.float32 and 64"),
+    ("triton", (7, 5), torch.float32, 64, r"requires an Ampere GPU \(sm_80\) or a later one, got sm_75"),
+    ("triton", (8, 0), torch.float16, 8, "got torch.float16 and 8"),
 ])
-def test_an_explicit_choice_that_cannot_run_raises(impl, dtype, dim, message):
+def test_an_explicit_choice_that_cannot_run_raises(impl, capability, dtype, dim, message):
     with pytest.raises(ValueError, match=message):
-        route(impl, (8, 0), dtype, dim)
+        route(impl, capability, dtype, dim)
+
+
+@pytest.mark.parametrize("dtype, dim", [(torch.float32, 40), (torch.bfloat16, 128)])
+def test_on_a_cpu_the_device_is_the_first_reason(dtype, dim, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert all(["got tensors on cpu" in sentence for sentence in choose_route("auto", "cpu", dtype, dim).explain()])
+    reasons = [reason for step in choose_backend("auto", "cpu", dtype, dim).chosen for name, reason in step.rejected if name == "triton"]
+    assert reasons and all(["got tensors on cpu" in reason for reason in reasons])
+    for impl in ("hopper", "triton"):
+        with pytest.raises(ValueError, match="got tensors on cpu"):
+            choose_route(impl, "cpu", dtype, dim)
+
+
+@pytest.mark.parametrize("choose", [choose_route, choose_backend])
+def test_devices_and_dtypes_are_taken_as_torch_takes_them(choose):
+    right = choose("auto", torch.device("cpu"), torch.float32, 64)
+    assert choose("auto", "cpu", torch.float32, 64) == right
+    for device, error, words in ((3.5, TypeError, "device must be a torch.device, a string or a GPU's number, got 3.5"),
+                                 ("gpu", ValueError, "device must be a device that torch knows, .* got 'gpu'")):
+        with pytest.raises(error, match=words):
+            choose("auto", device, torch.float32, 64)
+    with pytest.raises(TypeError, match="dtype must be a torch.dtype such as torch.bfloat16, got 'bf16'"):
+        choose("auto", "cpu", "bf16", 64)
 
 
 @pytest.mark.parametrize("impl, message", [

@@ -6,14 +6,12 @@ from functools import partial
 import pytest
 import torch
 from backend_rows import DEVICE, GPU, rows
-from planned import planned
+from launches import launches
 from tail_cases import Held, TailCase, in_float64, no_worse, tail_case
 
 from ssta.kernels import BlockLists
 from ssta.kernels.eager import tail as eager
-from ssta.kernels.lowering.by_address import Launch
-from ssta.kernels.portable import tail_combine
-from ssta.kernels.portable.tail_backward import gradients
+from ssta.kernels.portable.tail_backward import key_gradients, row_gradients
 from ssta.kernels.tail import BlockEstimates
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -159,11 +157,14 @@ def test_the_kernels_compute_the_formulas(parts, heads, kv_heads):
                                      eager._Cut(of.of.shape[1], k.shape[2]))
     matrix = eager._matrices(covariances, mixture, q.shape[3])
     got = [of.dout.clone(), *(torch.zeros_like(x) for x in of.inputs[1:])]
-    rows = [x.float() for x in (of.dout, *exact, out, lse, tail_lse, q, k, v)]
-    of_units = [x.float() for x in (estimates.k_mean, estimates.v_mean, matrix.flatten(3), mixture)]
-    planned(gradients)(*got, *rows, *of.of.shape, bias2.float().contiguous(), of.estimates.log_count, of.estimates.order,
-                       *(x.contiguous() for x in of_units), torch.empty(*of_units[0].shape[:3], of.of.q.shape[3]**2, device=DEVICE),
-                       of.of.scale, 2 * kv_heads)
+    (dexact, dexact_lse, dq, dk, dv), (q_blocks, kv_blocks), bias2 = got, of.of.shape, bias2.float().contiguous()
+    dout, *rows, q, k, v = [x.float() for x in (of.dout, *exact, out, lse, tail_lse, q, k, v)]
+    k_mean, v_mean, *products = [x.float().contiguous() for x in (estimates.k_mean, estimates.v_mean, matrix.flatten(3), mixture)]
+    dcovariance = torch.empty(*k_mean.shape[:3], q.shape[3]**2, device=DEVICE)
+    of_rows = row_gradients(dexact, dexact_lse, dq, dout, *rows, q, q_blocks, bias2, k_mean, v_mean, *products, dcovariance, of.of.scale,
+                            2 * kv_heads)
+    key_gradients(dk, dv, dout, q, k, v, q_blocks, kv_blocks, bias2, of_rows, of.estimates.log_count, of.estimates.order, k_mean, v_mean,
+                  dcovariance, of.of.scale, 2 * kv_heads)
     assert_as_exact(of, got, of.by_autograd(), of.by_autograd(torch.float32))
 
 
@@ -220,9 +221,9 @@ def test_heads_that_share_launches_have_the_bits_of_heads_one_by_one(heads):
     """Products and sums are as of one head."""
     of = case(1, heads, 2, lengths=SHORT)
     of.of.room = 0.0
-    together = of.gradients()
-    *_, planned = tail_combine._gradients.kinds.values()
-    assert sum([isinstance(step, Launch) for step in planned.steps]) == 5
+    with launches() as seen:
+        together = of.gradients()
+    assert [kernel.fn.__name__ for kernel, *_ in seen].count("_tail_rows_kernel") == 1
     alone = [of.head(number).gradients() for number in range(2)]
     assert all(torch.equal(a, torch.cat(b, 1)) for a, b in zip(together, zip(*alone)))
 

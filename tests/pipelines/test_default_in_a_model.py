@@ -1,4 +1,4 @@
-"""What ``apply_ssta(pipe)`` does when it is given nothing else: each step of a generation is that of the same model by the reference."""
+"""The default of ``apply_ssta(pipe)``: each step of a generation is the step of the same model by the reference."""
 
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -24,10 +24,10 @@ class Place:
 
     Attributes:
         device, dtype: of the model; ``wide`` is the truth's dtype.
-        thw: the canvas, of more than one tile along each axis, the last of which are short.
+        thw: the canvas. It has several tiles along each axis, and the last ones are short.
         heads: so many that dense attention has more tiles of queries than a GPU has multiprocessors.
         steps: of the scheduler.
-        image: tokens of HunyuanVideo's missing image, none of which is valid.
+        image: tokens of HunyuanVideo's missing image, all invalid.
     """
 
     device: str
@@ -39,7 +39,7 @@ class Place:
     image: int
 
 
-ON_GPU = Place("cuda", torch.bfloat16, torch.float32, (7, 18, 36), 8, 4, 729)
+ON_GPU = Place("cuda", torch.bfloat16, torch.float32, (7, 14, 36), 8, 4, 729)
 ON_CPU = Place("cpu", torch.bfloat16, torch.float32, (5, 6, 12), 2, 2, 20)
 # Pixels of a token, frames of pixels for one of tokens; whether attention is given a mask, by which it is dense in kernels of ours.
 PIXELS = {"wan": (16, 4), "hunyuan_video_15": (16, 4), "ltx": (32, 8)}
@@ -49,7 +49,7 @@ MODELS = {"wan": 128, "hunyuan_video_15": 128, "ltx": 64}
 
 
 def pipeline_of(name, place, dim):
-    """A pipeline of three layers, and what it is called with."""
+    """A pipeline of three layers, and a call's arguments."""
     (t, h, w), (spatial, temporal), width = place.thw, PIXELS[name], place.heads * dim
     options = {"wan": dict(rope_max_seq_len=64), "hunyuan_video_15": dict(rope_axes_dim=(dim // 8, dim * 7 // 16, dim * 7 // 16)),
                "ltx": dict(cross_attention_dim=width)}[name]
@@ -66,7 +66,7 @@ def pipeline_of(name, place, dim):
     for site in family_of(pipe.transformer).sites(pipe.transformer):
         # Tiny models have queries of three times the size, by which tokens of noise differ too much to be estimated together.
         site.module.norm_q.weight.data.div_(2)
-        # Attention to noise is small, and shows beside what the other layers add when it is multiplied.
+        # Attention to noise is small, and would not show beside the other layers' part.
         site.module.to_out[0].weight.data.mul_(ATTENTION)
     pipe.transformer.to(place.device, place.dtype)
     call = tiny.call | dict(height=spatial * h, width=spatial * w, num_frames=temporal * (t - 1) + 1)
@@ -87,7 +87,7 @@ def recorded(model):
 
 
 def distances(x, truth):
-    """The root mean square of what x is off by, in each piece of a hundredth of the numbers."""
+    """The root mean square of x's error in each hundredth of the numbers."""
     off = (x.to(truth.dtype) - truth).flatten()
     return torch.stack([piece.square().mean().sqrt() for piece in off.tensor_split(100)])
 
@@ -129,9 +129,9 @@ def check(name, place, dim, backend):
     # One tile that is selected in another's place counts in a single forward: the worst of all is the limit of each.
     limits = {"in the mean": max(x.square().mean().sqrt() for x in allowed), "in one piece": max(x.max() for x in allowed)}
     for number, error in enumerate(errors):
-        for where, found in (("in the mean", error.square().mean().sqrt()), ("in one piece", error.max())):
+        for where, size in (("in the mean", error.square().mean().sqrt()), ("in one piece", error.max())):
             # NaN is not below anything.
-            assert found <= limits[where], f"forward {number + 1} is off by {found / limits[where]:.2f} of the limit {where}"
+            assert size <= limits[where], f"forward {number + 1} is off by {size / limits[where]:.2f} of the limit {where}"
 
 
 # Inductor, which compiles for ten seconds a graph, is run of the smallest model.

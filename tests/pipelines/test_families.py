@@ -139,7 +139,7 @@ def near(thw: tuple[int, int, int], config: SSTAConfig) -> torch.Tensor:
     """Whether token i's window holds token j, bool [N, N], from the definition."""
     tiles = torch.cartesian_prod(*(torch.arange(n) // size for n, size in zip(thw, config.tile_thw)))
     inside = torch.ones(len(tiles), len(tiles), dtype=torch.bool)
-    for axis, (n, size, kernel) in enumerate(zip(thw, config.tile_thw, config.kernel_thw)):
+    for axis, (n, size, kernel) in enumerate(zip(thw, config.tile_thw, config.window)):
         last = -(-n // size) - 1
         centre = tiles[:, axis].clamp(min=kernel // 2).clamp(max=last - kernel // 2)
         inside &= (centre[:, None] - tiles[:, axis]).abs() <= kernel // 2

@@ -77,8 +77,8 @@ class DenselyMaskedWindow(HunyuanVideo15AttnProcessor2_0):
         counts = [math.ceil(n / tile) for n, tile in zip(thw, config.tile_thw)]
 
         def near(i, j):
-            centres = [min(max(a, k // 2), n - 1 - k // 2) for a, n, k in zip(i, counts, config.kernel_thw)]
-            return all(abs(centre - b) <= k // 2 for centre, b, k in zip(centres, j, config.kernel_thw))
+            centres = [min(max(a, k // 2), n - 1 - k // 2) for a, n, k in zip(i, counts, config.window)]
+            return all(abs(centre - b) <= k // 2 for centre, b, k in zip(centres, j, config.window))
 
         self.near = torch.tensor([[near(i, j) for j in tokens] for i in tokens])
 

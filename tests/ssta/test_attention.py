@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from selection_cases import PADDINGS, Case, cases
 from torch.nn.functional import scaled_dot_product_attention
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_3d_attention, ssta_attention
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, explain, ssta_3d_attention, ssta_attention
 
 NAN = float("nan")
 
@@ -261,6 +261,16 @@ def test_heads_behind_the_tokens_are_told_from_a_wrong_length():
 @pytest.mark.parametrize("fields, error, words", [
     ({"budget": "topk"}, TypeError, "budget must be None or a function of the scores, got 'topk'"),
     ({"budget": torch.isfinite, "threshold": 0.5}, ValueError, "threshold must be 0 with a budget of your own"),
+    ({"budget": torch.isfinite, "topk": 4}, ValueError, "topk must be None with a budget of your own, which replaces it, got 4"),
+    # What would be without effect.
+    ({"kernel_thw": (5, 5, 5), "compensation": "linear"}, ValueError,
+     r"kernel_thw must come with sparse_type='ssta' .* got kernel_thw = \(5, 5, 5\) with sparse_type None and compensation 'linear'"),
+    ({"kernel_thw": (3, 3, 3), "sparse_type": "moba"}, ValueError, "kernel_thw must come with .* with sparse_type 'block_attn'"),
+    ({"variants": ((1, {"sparse_type": "block_attn", "kernel_thw": (1, 3, 3)}),)}, ValueError, r"variants\[0\]: kernel_thw must come with"),
+    ({"sparse_type": "sta", "topk": 2}, ValueError, "topk must be None with sparse_type 'sta', which selects by the window alone, got 2"),
+    ({"sparse_type": "sta", "threshold": 0.5}, ValueError, "threshold must be 0 with sparse_type 'sta'"),
+    ({"sparse_type": "sta", "budget": torch.isfinite}, ValueError, "budget must be None with sparse_type 'sta'"),
+    ({"compensation": "linear", "threshold": 0.5}, ValueError, "threshold must be 0 .* 'error', which a compensation chooses tiles by"),
     ({"sampling_type": 3}, TypeError, "sampling_type must be one of .*got 3"),
     ({"variants": ((31, {"topk": 1}), (1, {"topk": 2}))}, ValueError, "variants must ascend in max_frames, got 1 after 31"),
     ({"variants": ((1, {"top": 1}),)}, ValueError, r"variants\[0\] must override fields of SSTAConfig other than variants, got \['top'\]"),
@@ -275,6 +285,21 @@ def test_heads_behind_the_tokens_are_told_from_a_wrong_length():
 def test_bad_configs_say_what_is_wrong(fields, error, words):
     with pytest.raises(error, match=words):
         SSTAConfig(**fields)
+
+
+def test_published_calls_give_what_has_no_effect():
+    """Published code hands over all settings always; what is wrong with them it hears nevertheless."""
+    q, k, v = torch.randn(3, 1, 1, 40, 16).unbind()
+    call = dict(thw=(2, 4, 5), tile_thw=(1, 2, 2), topk=2, kernel_thw=(3, 3, 3))
+    by_budget = ssta_3d_attention(q, k, v, **call, sparse_type="block_attn")
+    assert torch.equal(by_budget, ssta_3d_attention(q, k, v, **call | dict(kernel_thw=(1, 1, 1)), sparse_type="moba"))
+    by_window = ssta_3d_attention(q, k, v, **call, sparse_type="sta", threshold=0.3)
+    assert torch.equal(by_window, ssta_3d_attention(q, k, v, **call | dict(topk=5), sparse_type="sta"))
+    assert not torch.equal(by_window, by_budget)
+    assert explain(q, k, **call, sparse_type="sta", threshold=0.3).config == SSTAConfig((1, 2, 2), kernel_thw=(3, 3, 3), sparse_type="sta")
+    for wrong, kind in ((dict(kernel_thw=(0, 1, 1)), "moba"), (dict(topk=0), "sta"), (dict(threshold=1.0), "sta")):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ssta_3d_attention(q, k, v, **call | wrong, sparse_type=kind)
 
 
 def test_hunyuan_video_15():

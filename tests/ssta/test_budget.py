@@ -29,11 +29,13 @@ def layout_of(grids, text=0):
 def select(tokens, scores, **changes):
     """What is selected by ``scores``, as the mask of all tiles, and the window of the video's."""
     batch, heads, _, _ = scores.shape
+    if changes.get("sparse_type") == "block_attn":
+        changes["kernel_thw"] = None
     config = SSTAConfig(tile_thw=(1, 1, 1), **changes)
     x = torch.zeros(batch, heads, tokens.length, 2)
     layer = layer_of(x, x, tokens, config)
     found = layer.fixed.chosen(layer.backend, scores, layer.budget(scores), layer.room, None, None, None)
-    window = near(layer.tiles.tile_grids, config.kernel_thw) & (config.selected_by == "ssta")
+    window = near(layer.tiles.tile_grids, config.window) & (config.selected_by == "ssta")
     return found.blocks.to_mask(), window
 
 
@@ -125,5 +127,6 @@ def test_everything_at_a_density_of_one_is_dense_attention():
     q, k, v = torch.randn(3, 1, 2, 67, 8, dtype=torch.float64).unbind()
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     for sparse_type in ("ssta", "block_attn"):
-        config = SSTAConfig(tile_thw=(2, 2, 2), kernel_thw=(1, 1, 3), density=1.0, sparse_type=sparse_type)
+        window = (1, 1, 3) if sparse_type == "ssta" else None
+        config = SSTAConfig(tile_thw=(2, 2, 2), kernel_thw=window, density=1.0, sparse_type=sparse_type)
         torch.testing.assert_close(ssta_attention(q, k, v, layout, config), dense)

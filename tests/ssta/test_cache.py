@@ -11,7 +11,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from ssta import SSTAConfig, TileCache, TokenLayout, ssta_attention
-from ssta.kernels.lowering.plans import Planned
 
 # (window, sink, frames of the chunks): windows that move by chunks, long enough to look the same each time, or by fewer frames than a tile
 # has; a sink that ends inside a tile; chunks that tiles do not divide; a first chunk that is shorter; one chunk that is all the window.
@@ -48,7 +47,8 @@ def stateless(cache, q, k, v, thw):
     """The same by ``ssta_attention`` over what the cache holds and the chunk."""
     held, layout = cache.contents(), TokenLayout.video_text(thw)
     shorter = thw[0] < cache._memory.geometry.chunk and cache.config.selected_by == "ssta"
-    config = replace(cache.config, tile_thw=cache._memory.geometry.tile, **(dict(sparse_type="block_attn") if shorter else {}))
+    budget_alone = dict(sparse_type="block_attn", kernel_thw=None) if shorter else {}
+    config = replace(cache.config, tile_thw=cache._memory.geometry.tile, **budget_alone)
     return ssta_attention(q, torch.cat([held.key, k], 2), torch.cat([held.value, v], 2), layout, config,
                           kv_layout=TokenLayout(held.segments + layout.segments), impl=cache.impl)
 
@@ -232,9 +232,18 @@ def test_kernels_do_what_plain_torch_does():
         # The kernels' covariances have two bits an entry.
         off, allowed = ((x - exact).norm() for x in (mine.attend(q, k, v, thw), plain.attend(*wide, thw)))
         assert abs(off - allowed) <= 0.15 * allowed
-    # Dense or not, a call is one plan.
-    plans = mine._memory.layer._whole.kinds.values()
-    assert len(plans) == 2 and all([isinstance(plan, Planned) for plan in plans])
+
+
+def test_a_ring_of_any_shape_is_written_by_kernels():
+    """Where the interpreter cannot estimate, plain torch's covariances of two dimensions are in rings that kernels write."""
+    from ssta.kernels.eager import held as plain
+    from ssta.kernels.portable import held as kernels
+
+    mine = [torch.randn(2, 1, 9, *shape) for shape in ((), (5,), (3, 5))]
+    right, rows = [x.clone() for x in mine], torch.arange(3)
+    for held, xs in ((plain, right), (kernels, mine)):
+        held.write_ring(xs, rows, rows, torch.tensor([1]), 4, 6)
+    assert all([torch.equal(x, y) for x, y in zip(mine, right)]) and torch.equal(right[0][:, :, [4, 5, 0]], right[0][:, :, 6:])
 
 
 @pytest.mark.parametrize("config", [SSTAConfig((3, 2, 3), density=0.4, compensation="linear"), SOME[1]], ids=["linear", "dropped"])
@@ -324,7 +333,8 @@ def test_entries_of_a_mapped_dimension_are_refused():
 @pytest.mark.parametrize("config, options, message", [
     (SSTAConfig((4, 2, 3)), dict(window=3), r"4 frames \(tile_thw \(4, 2, 3\)\), got 3"),
     (None, dict(window=0), "window"), (None, dict(window=6, sink=-1), "sink"), (None, dict(window=6, chunk=7), "6 frames, got 7"),
-    (SSTAConfig((2, 2, 3), pad_type="zero"), dict(window=6), "pad_type"), (SSTAConfig((2, 2, 3), threshold=0.5), dict(window=6), "pool"),
+    (SSTAConfig((2, 2, 3), pad_type="zero"), dict(window=6), "pad_type"),
+    (SSTAConfig((2, 2, 3), threshold=0.5), dict(window=6), "threshold must be 0 in a cache, got 0.5"),
     (SSTAConfig((2, 2, 3), sparse_type="sta"), dict(window=6), "sparse_type"), ("near", dict(window=6), "SSTAConfig"),
     (SSTAConfig((2, 2, 3), variants=((3, dict(pad_type="zero")),)), dict(window=6), "pad_type"),
     (SSTAConfig((2, 2, 3), sampling_type="importance"), dict(window=6), "importance"), (None, dict(window=6, impl="cuda"), "impl"),

@@ -40,9 +40,9 @@ def on_cpu(*settings):
     return [pytest.param(ON_CPU, *setting, id=" ".join(map(str, ("cpu", *setting)))) for setting in settings]
 
 
-def drawn(place, dim, q_block, k_block, kept, **more):
+def drawn(place, dim, q_block, k_block, best, **more):
     """(q, k, v, dout), of blocks that are told apart."""
-    q, k, v = distinct(q_block, k_block, kept, dim=dim, **place["tensors"], **more)
+    q, k, v = distinct(q_block, k_block, best, dim=dim, **place["tensors"], **more)
     return q, k, v, torch.randn_like(q)
 
 
@@ -57,16 +57,16 @@ def test_layers(place, impl, dim, kind, gradients):
     if (kind, dim) == ("fixed tiles", 64):
         tile = place["vsa_tile"]
     layout, blocks = TokenLayout.video_text(place["thw"], text), canvas_blocks(place["thw"], tile, text)
-    kept = (int(blocks.max()) + 1) // 8
+    best = (int(blocks.max()) + 1) // 8
 
     def attend(impl):
         if kind == "dense":
             return lambda q, k, v: dense_attention(q, k, v, TokenLayout((DenseRun(layout.length),)), impl=impl).out
-        config = SSTAConfig(tile_thw=tile, **KINDS[kind], **({} if kind == "fixed tiles" else dict(topk=kept)))
+        config = SSTAConfig(tile_thw=tile, **KINDS[kind], **({} if kind == "fixed tiles" else dict(topk=best)))
         return lambda q, k, v, mask=None: ssta_attention(q, k, v, layout, config, text_mask=mask, impl=impl)
 
     def draw():
-        tensors = drawn(place, dim, blocks, blocks, kept)
+        tensors = drawn(place, dim, blocks, blocks, best)
         if kind in ("dense", "fixed tiles"):
             return tensors
         return *tensors, torch.arange(text, device=device)[None] < torch.randint(1, text + 1, (1, 1), device=device)
@@ -79,7 +79,10 @@ def test_layers(place, impl, dim, kind, gradients):
     *on_gpu(*((impl, dim, gradients) for impl in IMPLEMENTATIONS for dim, gradients in zip(DIMS, GRADIENTS))),
     *on_cpu(("torch", 32, "without gradients"))])
 def test_caches(place, impl, dim, gradients):
-    """A quarter of the tiles of window and chunk is selected, and its number is a whole one from the first chunk on."""
+    """A quarter of the tiles of window and chunk is selected, and its number is a whole one from the first chunk on.
+
+    Kernels keep covariances in two bits, the reference keeps them whole: that counts as one more rounding. With gradients a cache waits.
+    """
     thw, tile, frames = place["chunk"], place["chunk_tile"], place["chunk"][0]
     blocks = canvas_blocks(thw, tile)
     tiles = int(blocks.max()) + 1
@@ -96,13 +99,14 @@ def test_caches(place, impl, dim, gradients):
             number = next(chunks)
             # The first chunk is the sink, which is not selected from; six chunks later the same channels serve again.
             within = [tiles * (chunk % 6) + tile for chunk in range(max(number - 2, min(number, 1)), number + 1) for tile in range(tiles)]
-            own = blocks + tiles * (number % 6)
-            return drawn(place, dim, own, own, len(within) // 4, within=within, batch=2)
+            coded = blocks + tiles * (number % 6)
+            return drawn(place, dim, coded, coded, len(within) // 4, within=within, batch=2)
 
         return *map(GRADIENTS[gradients], (attend(impl), attend("reference"))), draw
 
     # A graph begins where the window has as many frames as later.
-    each_call_is_right(start, warm=5, graph=gradients == "without gradients", same_bits=False)
+    recorded = gradients == "with gradients"
+    each_call_is_right(start, warm=5, roundings=2, waits=recorded, graph=not recorded, same_bits=False)
 
 
 @pytest.mark.parametrize("place, impl, dim", [*on_gpu(*product(IMPLEMENTATIONS, DIMS)), *on_cpu(("torch", 24))])
@@ -115,7 +119,7 @@ def test_vsa(place, impl, dim):
     def attend(impl):
         def step(q, k, v, gate, dout):
             leaves = [x.detach().requires_grad_() for x in (q, k, v, gate)]
-            out = video_sparse_attention(*leaves, thw, 1 - 4 / number, before=before, tile_thw=tile, impl=impl)
+            out = video_sparse_attention(*leaves, thw, 1 - 3.5 / number, before=before, tile_thw=tile, impl=impl)
             return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
         return step

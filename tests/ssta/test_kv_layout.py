@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention
 from ssta.attention import attend
+from ssta.config import in_effect
 
 # (queries' segments, keys' segments): new frames to a first frame, cached frames, themselves and text, and less usual ones.
 SEQUENCES = [
@@ -35,7 +36,7 @@ def selected_tiles(q, k, parts, kv_parts, config):
     shift = len(kv_grids) - len(grids)
     same = {i: shift + i for i, grid in enumerate(grids) if shift + i >= 0 and kv_grids[shift + i] == grid}
     windows = {} if config.selected_by == "block_attn" else same
-    window = [[a.grid in windows and oracle.in_window(replace(a, grid=windows[a.grid]), b, config.kernel_thw) for b in kv_tiles[:m]]
+    window = [[a.grid in windows and oracle.in_window(replace(a, grid=windows[a.grid]), b, config.window) for b in kv_tiles[:m]]
               for a in tiles[:n]]
     mask, clear = torch.ones(*q.shape[:2], len(tiles), len(kv_tiles), dtype=torch.bool), True
     group = q.shape[1] // k.shape[1]
@@ -78,7 +79,8 @@ def test_it_is_the_definition_with_its_gradients(sequences, budget, sparse_type,
     assume(sparse_type != "sta" or "topk" in budget)
     parts, kv_parts = sequences
     layout, kv_layout = layout_of(parts), layout_of(kv_parts)
-    config = SSTAConfig(tile_thw=tile_thw, kernel_thw=kernel_thw, sparse_type=sparse_type, **budget)
+    kernel_thw, topk, _ = in_effect(kernel_thw, budget.get("topk"), 0.0, sparse_type)
+    config = SSTAConfig(tile_thw=tile_thw, kernel_thw=kernel_thw, sparse_type=sparse_type, **budget | dict(topk=topk))
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, heads, length, 4, dtype=torch.float64, generator=generator).requires_grad_()
                for heads, length in ((2, layout.length), (1 if grouped else 2, kv_layout.length), (1 if grouped else 2, kv_layout.length)))

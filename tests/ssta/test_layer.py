@@ -7,7 +7,6 @@ import subprocess
 import sys
 import weakref
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -17,13 +16,11 @@ from selection_cases import cases, layer_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, explain, prepare, ssta_attention
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, explain, ssta_attention
 from ssta.attention import attend
-from ssta.kernels import Deferred, Projection, Route
-from ssta.kernels.lowering.plans import Planned
+from ssta.kernels import Deferred, Projection
 from ssta.layer import Layer, prepared
 from ssta.spec import LayerSpec, Peers
-from ssta.text import TextMask
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -119,7 +116,7 @@ def test_nothing_leaks_from_call_to_call():
         alone = Layer(layer_of(q, k, LAYOUT, config_of(name)).spec).run(q, k, v, mask)
         for result in found:
             assert torch.equal(result.out, alone.out)
-            assert torch.equal(result.selection.blocks.to_mask(), alone.found.selection.blocks.to_mask())
+            assert torch.equal(result.selection.blocks.to_mask(), alone.selection.blocks.to_mask())
 
 
 def test_the_64_used_last_are_kept_and_another_one_takes_the_place_of_one():
@@ -341,65 +338,6 @@ def test_a_layer_by_kernels_is_the_layer_in_plain_torch(name, impl):
         assert error <= 2 * allowed + 2**-10 + estimated
 
 
-@pytest.mark.parametrize("name, recorded", [("topk", True), ("estimate", False), ("halves", True), ("window", False), ("threshold", False)])
-def test_by_kernels_all_steps_are_one_plan(name, recorded):
-    """Of several kinds of tensors in turn, twice: the same bits as step by step. A threshold is torch's, and so no part of a plan."""
-    batch = 1 if recorded else 2
-    mask = MASK.expand(batch, -1).clone().to(DEVICE)
-    q, k, v = inputs(torch.float16, 16, layout=FEW_TILES, key_heads=1)
-    calls = [((q, k, v), None), (inputs(torch.float16, 16, batch, by_token=False, layout=FEW_TILES, key_heads=1), mask)]
-    calls += [((q + 1, k, v), None), (calls[1][0], TextMask.of(mask, batch, FEW_TILES, q.device))]
-    of = layer_of(q, k, FEW_TILES, config_of(name), impl="triton").spec._replace(recorded=recorded)
-    whole, steps, known = Layer(of), Layer(of), []
-    steps._whole = None
-    for number, (tensors, text) in enumerate(calls):
-        with torch.no_grad():
-            # The last call is the second one with its mask looked at before.
-            ran, wanted = whole.run(*tensors, text), known[1] if number == 3 else steps.run(*tensors, text)
-        known.append(wanted)
-        assert ran.out.stride() == wanted.out.stride() and ran.route == wanted.route
-        (selection, mass, tape), others = ran.found, wanted.found
-        assert torch.equal(selection.blocks.to_mask(), others.selection.blocks.to_mask())
-        found = [(ran.out, wanted.out), (selection.blocks.kv_lengths, others.selection.blocks.kv_lengths),
-                 (selection.useful, others.selection.useful)]
-        found += [(mass.tensor(), others.mass.tensor())] if mass else []
-        if recorded and number in (1, 2):
-            found += zip(*[layer.backward(of.tape, tensors[0], of.selection.blocks) for layer, of in ((whole, ran.found), (steps, others))])
-        assert all(x is y is None or torch.equal(x, y) for x, y in found) and (tape is None) == (others.tape is None) == (not recorded)
-    planned = [isinstance(plan, Planned) for plan in whole._whole.kinds.values()]
-    assert planned == [name != "threshold"] * 3
-
-
-class Emulated(Route):
-    """A route whose backward is Hopper's in the emulator, on two multiprocessors."""
-
-    planned_backward = True
-
-    def run_backward(self, *of):
-        from hopper_emulator import module
-
-        return module("backward").hopper_backward(*of, processors=2)
-
-
-@pytest.mark.parametrize("name", ["topk", pytest.param("halves", marks=pytest.mark.slow)])
-def test_a_backward_is_one_plan_too(name):
-    """Of other gradients in turn, with a mask and without: the same bits as step by step. Without a GPU Hopper's kernel is emulated."""
-    # Hopper's own route wants tiles of more than 64 tokens.
-    layout = TokenLayout((VideoGrid(4, 20, 24), DenseRun(5))) if GPU else FEW_TILES
-    config = SSTAConfig(**{**BASE, **CONFIGS[name], **(dict(tile_thw=(2, 8, 8)) if GPU else {})})
-    q, k, v = inputs(torch.bfloat16 if GPU else torch.float16, 64, layout=layout, key_heads=1)
-    whole, steps = (Layer(layer_of(q, k, layout, config, impl="auto" if GPU else "triton").spec._replace(recorded=True)) for _ in range(2))
-    if not GPU:
-        for layer in (whole, steps):
-            layer._route = lambda blocks, of=layer._route: Emulated(**vars(of(blocks)))
-    shared = torch.randn_like(q[:, :1]).expand_as(q)
-    for mask, dout in ((None, torch.randn_like(q)), (MASK.to(DEVICE), shared), (None, torch.randn_like(q))):
-        ran = whole.run(q, k, v, mask)
-        found = whole.planned_backward(ran.planned, ran.held, dout)
-        same(found, steps.backward(ran.find(ran.held).tape, dout, ran.found.selection.blocks))
-    assert [isinstance(plan, Planned) for plan in whole._whole_backward.kinds.values()] == [True] * 2
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_tensors_that_hooks_give_back_in_other_strides_have_the_same_gradients(shared):
     """As ``save_on_cpu(pin_memory=True)`` does. A sequence without a video is not moved, so its backward reads the caller's own tensors."""
@@ -414,41 +352,35 @@ def test_tensors_that_hooks_give_back_in_other_strides_have_the_same_gradients(s
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("recorded, width, room", [(False, 8, 0.6), (True, 4, 0.0)])
-def test_matrices_of_the_last_heads_come_where_keys_and_values_were(recorded, width, room):
-    """In groups of other sizes: the same bits, and with a tape, on which keys and values stay, what backward needs. There is room for the
-    matrices of one head, and where keys and values were, which are wide, for those of the last two."""
-    layout, config = TokenLayout((VideoGrid(3, 4, width), DenseRun(5))), dataclasses.replace(config_of("estimate"), tile_thw=(2, 3, width))
-    tensors = inputs(torch.float16, 16, layout=layout, key_heads=3)
-    of = layer_of(*tensors[:2], layout, config, impl="triton").spec._replace(recorded=recorded)
-    found, wanted = Layer(of), Layer(of)
-    for layer, own in ((found, room), (wanted, 1e9)):
-        layer.backend = dataclasses.replace(layer.backend, combine=partial(layer.backend.combine, room=own))
-    with torch.no_grad():
-        ran, expected = found.run(*tensors), wanted.run(*tensors)
-    products = [sum(hasattr(step, "function") for step in next(iter(layer._whole.kinds.values())).steps) for layer in (found, wanted)]
-    assert products[0] - products[1] == (2 if recorded else 1)
-    assert torch.equal(ran.out, expected.out)
-    if recorded:
-        assert all(map(torch.equal, *[of.find(of.held).tape[:7] for of in (ran, expected)]))
-
-
 class Late:
-    """As other ranks send a tensor: its memory holds nothing before it was waited for, and is the layer's from then on."""
+    """As other ranks send a tensor, which is the layer's own from then on."""
 
     def __init__(self, name, x, steps):
-        self.memory, self.x, self.name, self.steps = torch.full_like(x, float("nan")), x, name, steps
-        self.sent = None if name == "k" else torch.full((x.numel(),), float("nan"), dtype=x.dtype, device=x.device)
+        self.x, self.name, self.steps = x, name, steps
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
 
     def wait(self):
         self.steps.append(self.name)
-        return self.memory.copy_(self.x)
+        x = self.x.clone()
+        self.arrived = weakref.ref(x)
+        return x
+
+
+def test_what_has_arrived_is_gone_once_it_is_in_tiles():
+    q, k, v = inputs()
+    late = [Late(name, x, []) for name, x in zip("qkv", (q, k, v))]
+
+    class Moved(Layer):
+        def means(self, tiled):
+            assert [of.arrived() for of in late] == [None] * 3
+            return super().means(tiled)
+
+    Moved(layer_of(q, k, LAYOUT, config_of("estimate")).spec).run(*late)
 
 
 @pytest.mark.parametrize("name", ["topk", "estimate", "threshold"])
 def test_what_is_on_its_way_is_waited_for_where_it_is_read(name):
-    """Twice, by one plan where there is one: the same bits, here of tokens in the order in which ranks send them on."""
+    """The same bits, here of tokens in the order in which ranks send them on."""
     mask = MASK.to(DEVICE)
     of = layer_of(*inputs(torch.float16, 16, layout=FEW_TILES)[:2], FEW_TILES, config_of(name), impl="triton").spec
     plain, late = Layer(of), Layer(of._replace(returned=((20, 16), (36, 5), (0, 20), (36, 5))))
@@ -461,8 +393,7 @@ def test_what_is_on_its_way_is_waited_for_where_it_is_read(name):
             wanted = plain.run(q, k, v, mask)
             ran = late.run(*[Late(name, x, steps) for name, x in zip("qkv", (q, k, v))], mask)
         assert torch.equal(ran.out, wanted.out[:, :, order]) and steps == ["v", "k", "q"]
-        assert torch.equal(ran.found.selection.blocks.to_mask(), wanted.found.selection.blocks.to_mask())
-    assert [isinstance(plan, Planned) for plan in late._whole.kinds.values()] == [name != "threshold"]
+        assert torch.equal(ran.selection.blocks.to_mask(), wanted.selection.blocks.to_mask())
 
 
 @pytest.mark.parametrize("impl, row", [("torch", "torch"), ("reference", "torch"), ("triton", "triton")])
@@ -510,7 +441,7 @@ class Copied(Late):
 
     def __init__(self, name, x, steps):
         super().__init__(name, x, steps)
-        self.stream = torch.cuda.Stream()
+        self.memory, self.stream = torch.full_like(x, float("nan")), torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(1_000_000)
@@ -537,9 +468,8 @@ def test_on_a_gpu_the_device_waits_for_what_is_on_its_way(name):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.testing.assert_close(ran.out, wanted.out[:, :, order], rtol=2**-7, atol=2e-3)
-        assert torch.equal(ran.found.selection.blocks.to_mask(), wanted.found.selection.blocks.to_mask())
+        assert torch.equal(ran.selection.blocks.to_mask(), wanted.selection.blocks.to_mask())
         q, k, v = k, q, v
-    assert [isinstance(plan, Planned) for plan in late._whole.kinds.values()] == [True]
 
 
 @pytest.mark.gpu
@@ -563,51 +493,3 @@ def test_a_layer_that_is_first_seen_while_a_graph_is_captured(name):
     q.copy_(torch.randn_like(q))
     graph.replay()
     assert torch.equal(captured, ssta_attention(q, k, v, other, config)) and not torch.equal(captured, expected)
-
-
-class TestALayerThatIsHeld:
-    """``prepare`` and what it gives."""
-
-    CONFIG = SSTAConfig(tile_thw=(2, 2, 3), density=0.4, compensation="linear")
-
-    @staticmethod
-    def qkv(batch=1, kv_heads=2, dtype=torch.float32):
-        torch.manual_seed(batch)
-        return [torch.randn(batch, heads, LAYOUT.length, 8, dtype=dtype) for heads in (4, kv_heads, kv_heads)]
-
-    def test_it_gives_what_ssta_attention_gives(self):
-        layer = prepare(LAYOUT, self.CONFIG, like=self.qkv()[0], key_heads=2)
-        for batch in (1, 3, 1):
-            q, k, v = self.qkv(batch)
-            assert torch.equal(layer(q, k, v), ssta_attention(q, k, v, LAYOUT, self.CONFIG))
-            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            others = [x.clone().requires_grad_() for x in (q, k, v)]
-            layer(*leaves).square().sum().backward()
-            ssta_attention(*others, LAYOUT, self.CONFIG).square().sum().backward()
-            assert all(torch.equal(x.grad, y.grad) for x, y in zip(leaves, others))
-        compiled = torch.compile(lambda *x: layer(*x), fullgraph=True, backend="eager")
-        assert torch.equal(compiled(q, k, v), layer(q, k, v))
-
-    def test_it_is_found_once(self, monkeypatch):
-        q, k, v = self.qkv()
-        layer = prepare(LAYOUT, self.CONFIG, like=q, key_heads=2)
-        layer(q, k, v)
-        monkeypatch.setattr("ssta.inputs._checked", None)
-        monkeypatch.setattr("ssta.attention.Layer", None)
-        layer(q, k, v)
-
-    def test_other_tensors_are_refused(self):
-        q, k, v = self.qkv()
-        layer = prepare(LAYOUT, self.CONFIG, like=q, key_heads=2)
-        with pytest.raises(ValueError, match="must be of the dtype, heads, key heads, head_dim and device that the layer was prepared for"):
-            layer(*self.qkv(dtype=torch.float64))
-        with pytest.raises(ValueError, match="must be of the dtype, heads, key heads"):
-            layer(*self.qkv(kv_heads=1))
-        with pytest.raises(ValueError, match=r"query must have the layout's \d+ tokens"):
-            layer(q[:, :, 1:], k, v)
-        with pytest.raises(ValueError, match=r"like must have the layout's \d+ tokens"):
-            prepare(LAYOUT, self.CONFIG, like=q[:, :, 1:])
-        with pytest.raises(ValueError, match="query's heads must be a multiple of key's 3, got 4"):
-            prepare(LAYOUT, self.CONFIG, like=q, key_heads=3)
-        with pytest.raises(TypeError, match="like must be a tensor, got None"):
-            prepare(LAYOUT, self.CONFIG, like=None)

@@ -217,6 +217,6 @@ def test_padding_may_be_much_but_not_nearly_everything():
 
 
 def test_the_move_is_one_object():
-    """By which the step "gather" knows what it has planned for."""
+    """By which the step "gather" knows that queries and keys have one order."""
     layout = tile_layout(TokenLayout.video_text((2, 4, 4), 3), (2, 2, 2), "none")
     assert layout.move is layout.move

@@ -8,8 +8,6 @@ from selection_cases import PADDINGS
 
 from ssta import SSTAConfig, TokenLayout, ssta_3d_attention, ssta_attention, tile_layout
 from ssta.kernels import block_sparse_attention
-from ssta.kernels.lowering import replays
-from ssta.layer import prepared
 
 
 @pytest.mark.gpu
@@ -51,45 +49,6 @@ def test_never_waits_for_the_gpu_and_can_be_captured(budget, padding):
         fresh = step()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(captured, fresh))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recorded", [False, True], ids=["plain", "recorded"])
-@pytest.mark.parametrize("compensation", ["none", "linear"])
-def test_tensors_that_lie_where_others_lay(compensation, recorded, monkeypatch):
-    """By graphs, after some calls, the same bits as step by step, gradients too, also where the memory that cuBLAS works in has been given
-    back; and a graph of one's own takes such a call."""
-    layout, config = TokenLayout.video_text((7, 9, 20), 30), SSTAConfig(tile_thw=(4, 4, 8), density=0.3, compensation=compensation)
-    given = torch.randn(4 * replays.SIGHTS, 4, 1, 4, layout.length, 128, device="cuda", dtype=torch.bfloat16)
-    *inputs, dout = torch.empty_like(given[0])
-    inputs = [x.requires_grad_(recorded) for x in inputs]
-
-    def step():
-        out = ssta_attention(*inputs, layout, config)
-        return torch.cat([out.detach(), *(torch.autograd.grad(out, inputs, dout) if recorded else ())])
-
-    def results():
-        prepared.kept.clear()
-        seen = torch.empty(len(given), 4 if recorded else 1, *given.shape[3:], device="cuda", dtype=torch.bfloat16)
-        for x, y in zip(given, seen):
-            for own, new in zip((*inputs, dout), x):
-                own.detach().copy_(new)
-            y.copy_(step())
-            torch._C._cuda_clearCublasWorkspaces()
-        return seen
-
-    seen = results()
-    plans = [plan for layer in prepared.kept.values() for plans in (layer._whole, layer._whole_backward) for plan in plans.kinds.values()]
-    assert len(plans) == 1 + recorded and all(plan.by_address.replays._known for plan in plans)
-    graph = torch.cuda.CUDAGraph()
-    if not recorded:
-        with torch.cuda.graph(graph):
-            captured = step()
-        graph.replay()
-        assert torch.equal(captured, seen[-1])
-    monkeypatch.setattr(replays, "MOST", 0)
-    assert torch.equal(results(), seen)
-    prepared.kept.clear()
 
 
 @pytest.mark.gpu

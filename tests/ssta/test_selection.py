@@ -12,8 +12,9 @@ from selection_cases import Case, cases, layer_of, selected
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, ssta_3d_attention, tile_layout
 from ssta.budget import threshold_counts
+from ssta.config import SAMPLING_TYPES
 from ssta.kernels.eager.ranking import topk_blocks
-from ssta.scoring import descriptors
+from ssta.scoring import RULES, descriptors
 from ssta.selection import fixed_tiles
 
 PLAIN = backend_of("torch")
@@ -69,11 +70,12 @@ def expected_slots(selection):
 def test_lists_have_room_for_what_a_layer_can_select_and_hardly_more(case, changes):
     of = case.config
     if changes:
-        case = replace(case, config=SSTAConfig(tile_thw=of.tile_thw, kernel_thw=of.kernel_thw, pad_type=of.pad_type, **changes))
+        window = None if "sparse_type" in changes else of.kernel_thw
+        case = replace(case, config=SSTAConfig(tile_thw=of.tile_thw, kernel_thw=window, pad_type=of.pad_type, **changes))
     lists, layout, config = case.select(), case.layout(), case.config
     assert lists.counts.max() <= lists.capacity <= layout.num_tiles
     if layout.num_video_tiles and not layout.num_dense_tiles and config.selected_by != "sta":
-        window = 0 if config.selected_by == "block_attn" else max(fixed_tiles(layout, layout, config.kernel_thw, config.selected_by).window)
+        window = 0 if config.selected_by == "block_attn" else max(fixed_tiles(layout, layout, config.window, config.selected_by).window)
         most = window + config.row_topk if config.density is None else max(window, config.density * layout.num_tiles + 1)
         assert lists.capacity <= max(1, most)
 
@@ -180,6 +182,10 @@ def test_scores_of_other_tiles_survive_a_bad_one(bad, scorer):
     assert torch.equal(scores[0, 1, 3], scorer(zeroed, k)[0, 1, 3]), "counts as zero"
 
 
+def test_a_configuration_names_every_rule():
+    assert tuple(RULES) == SAMPLING_TYPES
+
+
 def test_a_scorer_and_a_budget_can_be_replaced():
     seen = {}
 
@@ -256,7 +262,7 @@ def test_a_window_is_kept_where_nothing_is_estimated_or_it_is_asked_for():
 
 def test_the_window_by_default_reaches_the_lists():
     q, k, v = torch.randn(3, 1, 1, 4 * 4 * 8, 8).unbind()
-    call = dict(thw=(4, 4, 8), tile_thw=(2, 2, 2), kernel_thw=(1, 1, 3), topk=2)
+    call = dict(thw=(4, 4, 8), tile_thw=(2, 2, 2), topk=2)
     for compensation, name in (("none", "ssta"), ("linear", "block_attn")):
         by_default, named, other = (ssta_3d_attention(q, k, v, **call, compensation=compensation, sparse_type=kind)
                                     for kind in (None, name, {"ssta": "block_attn", "block_attn": "ssta"}[name]))

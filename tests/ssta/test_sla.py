@@ -61,6 +61,14 @@ def test_rows_without_features_get_the_bias_in_float16_too():
     torch.testing.assert_close(linear[:, :, 3], bias.expand(1, 2, 8), rtol=0, atol=2e-3)
 
 
+def test_any_strides_are_taken():
+    q, k, v, weight = inputs(48)[:4]
+    apart = [x.mT.contiguous().mT for x in (q, k, v)]
+    assert apart[0].stride(-1) != 1
+    options = dict(density=0.5, q_block=16, kv_block=16)
+    assert torch.equal(sparse_linear_attention(*apart, weight, **options), sparse_linear_attention(q, k, v, weight, **options))
+
+
 def test_without_a_weight_it_is_the_exact_part():
     q, k, v = inputs(300)[:3]
     out, expected = sparse_linear_attention(q, k, v, None, density=0.4), by_definition(q, k, v, None, None, 0.4, "softmax", 128, 64)

@@ -18,7 +18,6 @@ from ssta import (
     VideoGrid,
     dense_attention,
     explain,
-    prepare,
     sparse_linear_attention,
     ssta_3d_attention,
     ssta_attention,
@@ -150,6 +149,20 @@ def test_rows_of_dense_attention_come_in_the_order_that_is_asked_for():
     torch.testing.assert_close(torch.autograd.grad(some, q, weight), torch.autograd.grad(expected, q, weight), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("rows", [((5, 4), (15, 11)), ((20, 3), (0, 2), (17, 1)), ((19, 4), (26, 1))])
+def test_rows_with_gaps_beside_a_mask_are_the_rows_of_the_whole(rows):
+    """A tile's valid rows are those of its valid tokens, whichever of its tokens are rows."""
+    layout, valid = TokenLayout((DenseRun(27),)), torch.tensor([18, 27, 0])
+    q, k, v = torch.randn(3, 3, 2, 27, 8, dtype=torch.float64).requires_grad_().unbind()
+    mask = torch.arange(27) < valid[:, None]
+    every, some = dense_attention(q, k, v, layout, mask).out, dense_attention(q, k, v, layout, mask, rows=rows).out
+    expected = torch.cat([every[:, :, first:first + tokens] for first, tokens in rows], 2)
+    torch.testing.assert_close(some, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(some)
+    for mine, right in zip(torch.autograd.grad(some, (q, k, v), weight), torch.autograd.grad(expected, (q, k, v), weight)):
+        torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("rows, error, words", [
     # The gradient of a token that is there twice would be that of one of the two.
     (((0, 3), (2, 4)), ValueError, r"rows must have each token once, got 2 twice in \(\(0, 3\), \(2, 4\)\)"),
@@ -165,10 +178,29 @@ def test_rows_of_dense_attention_are_tokens_of_the_layout_each_once(rows, error,
         dense_attention(*torch.zeros(3, 1, 2, 30, 4), TokenLayout((DenseRun(30),)), rows=rows)
 
 
+@pytest.mark.parametrize("order", [[1, 0, 1] + [0] * 9, [0, 0, 1] + [1] * 9, [1, 1, 1] + [0] + [1] * 8])
+def test_a_mask_whose_valid_tokens_are_not_first_is_refused_on_a_cpu(order):
+    """At every call: the kind of mask has come before."""
+    q, k, v = inputs()
+    mask = torch.tensor([[1] * 12, order])
+    for good in (MASK, None):
+        ssta_attention(q, k, v, LAYOUT, CONFIG, text_mask=good)
+    for call in (lambda: ssta_attention(q, k, v, LAYOUT, CONFIG, text_mask=mask), lambda: dense_attention(q, k, v, LAYOUT, mask),
+                 lambda: TextMask.of(mask, 2, LAYOUT, q.device)):
+        with pytest.raises(ValueError, match="text_mask must have the valid tokens of each dense run first, .* in batch element 1"):
+            call()
+
+
+@pytest.mark.parametrize("call", [lambda x: ssta_attention(x, x, x, TokenLayout.video_text((2, 3, 4)), CONFIG),
+                                  lambda x: dense_attention(x, x, x, TokenLayout.video_text((2, 3, 4)))])
+def test_other_dtypes_are_refused_by_the_names_of_those_that_are_taken(call):
+    with pytest.raises(TypeError, match="query must be float16, bfloat16, float32 or float64, got torch.float8_e4m3fn"):
+        call(torch.zeros(1, 2, 24, 16).to(torch.float8_e4m3fn))
+
+
 CALLS = {
     "ssta_3d_attention": lambda x, impl: ssta_3d_attention(x, x, x, (2, 3, 4), tile_thw=(2, 2, 2), impl=impl),
     "ssta_attention": lambda x, impl: ssta_attention(x, x, x, TokenLayout.video_text((2, 3, 4)), CONFIG, impl=impl),
-    "prepare": lambda x, impl: prepare(TokenLayout.video_text((2, 3, 4)), CONFIG, like=x, impl=impl),
     "dense_attention": lambda x, impl: dense_attention(x, x, x, TokenLayout.video_text((2, 3, 4)), impl=impl),
     "explain": lambda x, impl: explain(x, x, (2, 3, 4), CONFIG, impl=impl),
     "TileCache": lambda x, impl: TileCache(CONFIG, window=2, impl=impl),
@@ -235,8 +267,7 @@ def test_layouts_say_what_they_are_and_survive_copying():
     assert config.for_canvas((31, 1, 1)) is config.for_canvas((20, 1, 1)), "variants are resolved once"
 
 
-def test_arguments_of_a_kind_that_has_come_before_are_not_checked_again():
-    """Nor is anything computed anew that follows from the layout and the configuration."""
+def test_what_follows_from_the_layout_and_the_configuration_is_found_once():
     q, k, v = inputs()
     seen = {}
 
@@ -251,8 +282,7 @@ def test_arguments_of_a_kind_that_has_come_before_are_not_checked_again():
             ssta_attention(q, k, v, LAYOUT, CONFIG, text_mask=MASK)
         finally:
             sys.setprofile(None)
-    repeated = {"autocast_inputs", "_checked", "check_tensors", "require_triple", "resolve_scale", "settled_fields", "__post_init__",
-                "for_canvas", "cut_segments", "fixed_tiles", "near"} & set(seen)
+    repeated = {"settled_fields", "__post_init__", "cut_segments", "fixed_tiles", "near", "choose", "decide"} & set(seen)
     # BlockLists check what they are made of.
     assert repeated <= {"__post_init__"} and seen.get("__post_init__", 0) <= 2
 

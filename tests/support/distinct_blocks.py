@@ -1,13 +1,12 @@
 """Queries, keys and values with blocks that no rounding confuses: each query block's best key blocks are far ahead of the others.
 
-So what is selected is the same in bfloat16 as in float64, and results of both can be compared.
+The selection is then the same in bfloat16 and in float64, and their results can be compared.
 """
 
 import torch
 from torch.nn import functional
 
-# What a block's keys have in common, in heads of 64, beside numbers of the size 1 that they have each; and how far the two halves of a
-# block lie apart.
+# Each key is noise of the size 1. In heads of 64 a block's keys have COMMON in common; its halves lie at HALVES and -HALVES.
 COMMON, HALVES = 5.0, 4.0
 
 
@@ -18,23 +17,23 @@ def tile_of_tokens(thw, tile_thw):
     return (places[:, 0] * grid[1] + places[:, 1]) * grid[2] + places[:, 2]
 
 
-def distinct(q_block, k_block, kept, *, heads, kv_heads, dim, dtype, device, batch=1, within=None):
+def distinct(q_block, k_block, best, *, heads, kv_heads, dim, dtype, device, batch=1, within=None):
     """(q, k, v), ``[batch, heads, S, dim]``, as projections leave them.
 
     Args:
         q_block, k_block: int64 ``[S]``, the block of each token; -1 for a token of none. There are fewer key blocks than ``dim``.
-        kept: how many key blocks each query block has that are ahead of the others.
+        best: how many key blocks each query block has that are ahead of the others.
         within: the key blocks that are chosen from; None = all.
     """
     q_block, k_block = q_block.to(device), k_block.to(device)
     common = COMMON * (dim / 64)**0.25
     candidates = torch.arange(int(k_block.max()) + 1, device=device) if within is None else torch.tensor(within, device=device)
-    assert len(candidates) >= kept and int(candidates.max()) < dim - 1, "no channels are left for as many blocks"
+    assert len(candidates) >= best and int(candidates.max()) < dim - 1, "no channels are left for as many blocks"
 
-    def normal(tokens, of):
-        return torch.randn(batch, tokens, of, dim, device=device)
+    def normal(tokens, heads):
+        return torch.randn(batch, tokens, heads, dim, device=device)
 
-    places = torch.rand(batch, int(q_block.max()) + 1, heads, len(candidates), device=device).topk(kept).indices
+    places = torch.rand(batch, int(q_block.max()) + 1, heads, len(candidates), device=device).topk(best).indices
     codes = torch.zeros(*places.shape[:3], dim, device=device).scatter_(3, candidates[places], common)
     q = normal(len(q_block), heads) + codes[:, q_block.clamp(min=0)] * (q_block >= 0)[:, None, None]
     k, listed = normal(len(k_block), kv_heads), (k_block >= 0).float()

@@ -1,6 +1,7 @@
 """What every call on a GPU must keep, whatever it computes."""
 
 import torch
+from uninitialised import poison_free_memory
 
 
 def assert_never_waits_and_fits_a_cuda_graph(step):
@@ -11,6 +12,7 @@ def assert_never_waits_and_fits_a_cuda_graph(step):
     with torch.cuda.stream(stream):
         step()
         torch.cuda.synchronize()
+        poison_free_memory()
         torch.cuda.set_sync_debug_mode("error")
         try:
             eager = step()
@@ -20,6 +22,7 @@ def assert_never_waits_and_fits_a_cuda_graph(step):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
+    poison_free_memory()
     graph.replay()
     assert len(captured) == len(eager)
     for a, b in zip(captured, eager):

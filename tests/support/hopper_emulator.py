@@ -26,7 +26,6 @@ import ssta.kernels
 from ssta.kernels.hopper import spin_timeouts  # noqa: F401
 from ssta.kernels.lowering import outputs as triton_outputs  # noqa: F401
 from ssta.kernels.lowering import primitives as real_primitives
-from ssta.kernels.lowering import quick_launch
 from ssta.kernels.lowering import tma as real_tma
 
 FAR = real_tma.FAR.value
@@ -107,6 +106,7 @@ class Tiles:
 
     def __init__(self, x, shape, strides, block, layout):
         self.x, self.dtype, self.layout, self.block = x, x.dtype, None, block
+        self.base, self.block_shape = x, block
         self.block_type = SimpleNamespace(nbytes=prod(block) * x.element_size(), shape=block)
 
     def window(self, at):
@@ -131,10 +131,6 @@ class Chunks(Tiles):
 
 def tma_descriptor(x, rows, columns=None):
     return Tiles(x, x.shape, x.stride(), [1, 1, rows, columns or x.shape[3]], None)
-
-
-def tma_tiles(x, rows, columns=None):
-    return quick_launch.Tiles(x, lambda x: tma_descriptor(x, rows, columns))
 
 
 def copy_in(tiles, at, barrier, shared):
@@ -350,7 +346,7 @@ def _modules():
              "triton.experimental.gluon.language.nvidia.hopper": hopper,
              "triton.experimental.gluon.nvidia.hopper": dict(TensorDescriptor=Tiles),
              "ssta.kernels.hopper.gluon_compat": names, "ssta.kernels.hopper.inline_asm": INLINE_ASM,
-             "ssta.kernels.lowering.tma": dict(tma_tiles=tma_tiles, tma_chunks=Chunks, chunks_ready=lambda x: x,
+             "ssta.kernels.lowering.tma": dict(tma_descriptor=tma_descriptor, tma_chunks=Chunks, chunks_ready=lambda x: x,
                                                 batch_tokens=real_tma.batch_tokens, FAR=FAR)}
     modules = {}
     for name, members in fakes.items():

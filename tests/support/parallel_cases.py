@@ -13,15 +13,13 @@ import torch
 import torch.distributed as dist
 from parallel_inputs import MIXED, SHORT, TEXT, TILE, TWICE, TWO_GRIDS, WAN, config, inputs, local, mask, noting, refused
 from parallel_mistakes import errors, errors_before_anything_is_agreed, errors_of_one, every_fact, facts, late, mixed, rings_refuse
+from rank_each_call import each_call
 
 from ssta import DenseRun, SSTAConfig, TileCache, TokenLayout, op, ssta_3d_attention, ssta_attention
 from ssta.attention import attend as attend_layer
 from ssta.inputs import described
 from ssta.kernels import Deferred, Projection, RMSNorm
-from ssta.kernels.lowering.by_address import HostCall
-from ssta.kernels.lowering.plans import Planned
 from ssta.layer import Layer
-from ssta.op import World
 from ssta.ranks import Shards
 from ssta.ranks.exchange import Incoming
 from ssta.ranks.rings import Rings
@@ -119,8 +117,8 @@ def sent_in_turn():
 
 
 def by_kernels():
-    """As one plan, twice: which exchanges itself, together and one by one, or waits for what was sent; one rank has two of three heads. Of
-    text that is whole, and of several grids, which go as one."""
+    """A layer that exchanges itself, together and one by one, or waits for what was sent; one rank has two of three heads. Of text that is
+    whole, and of several grids, which go as one."""
     settings = config(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), topk=2, compensation="linear")
     published = config(tile_thw=(2, 3, 4), kernel_thw=(1, 1, 1), topk=1)
     for layout, of, batch in ((TokenLayout.video_text((3, 4, 3), 5), settings, 1), (TWO_GRIDS, published, 2)):
@@ -129,36 +127,16 @@ def by_kernels():
         expected = local(ssta_attention(*qkv, layout, of, **options), shards)
         own = [local(x, shards) for x in qkv]
         agrees(ssta_attention(*own, layout, of, group=dist.group.WORLD, **options), expected)
-        spec = described(*own, layout, of, share=shards, world=World(False, False), **options)
+        spec = described(*own, layout, of, share=shards, **options)
         for together in (True, False):
             exchange = shards.exchanged(*own, spec, text_mask, lambda step: None)
             layer, steps = Layer(exchange.spec, exchange.around._replace(together=together)), []
-            for _ in range(2):
-                out = layer.run(*own, text_mask, note=steps.append).out
-                agrees(out, expected)
-                assert out.transpose(1, 2).is_contiguous() and steps == ["arrived", "attended"], steps
-                steps.clear()
-            planned(layer)
-            # What no plan can hold runs the same exchanges.
-            agrees(layer.run(*own, text_mask, layer.run(*own, text_mask).selection).out, expected)
-        for _ in range(2):
-            sent = [shards.start(x) for x in own[::-1]]
-            agrees(attend_layer(*sent[::-1], layout, of, shares=shards, **options).out, expected)
-    are_plans()
-
-
-def planned(layer):
-    """What a layer on ranks has run, its exchanges within."""
-    plans = list(layer._whole.kinds.values())
-    assert plans and all(isinstance(plan, Planned) and any(isinstance(step, HostCall) for step in plan.steps) for plan in plans)
-
-
-def are_plans():
-    """Layers on ranks were."""
-    layers = [layer for layer in op.prepared.kept.values() if layer.around and layer._whole]
-    assert layers
-    for layer in layers:
-        planned(layer)
+            ran = layer.run(*own, text_mask, note=steps.append)
+            agrees(ran.out, expected)
+            assert ran.out.transpose(1, 2).is_contiguous() and steps == ["arrived", "attended"], steps
+            agrees(layer.run(*own, text_mask, ran.selection).out, expected)
+        sent = [shards.start(x) for x in own[::-1]]
+        agrees(attend_layer(*sent[::-1], layout, of, shares=shards, **options).out, expected)
 
 
 def by_hand():
@@ -426,8 +404,9 @@ def on_gpus(rank, ranks):
         errors["ahead"] = distance(ahead, local(ssta_attention(*qkv, layout, settings, text_mask=text_mask), shards))
         normed = Deferred((Projection(own[0], RMSNorm(torch.full((64,), 1.5, device="cuda", dtype=torch.bfloat16), 1e-6)),))
         assert torch.equal(*(shards.start(x).wait() for x in (normed, normed.materialize())))
-    are_plans()
     assert max(errors.values()) < 5e-3, errors
+    for group in (dist.group.WORLD, dist.device_mesh.init_device_mesh("cuda", (ranks, 1))):
+        each_call(group, 3, (7, 18, 20), (4, 4, 8), 77, 64, "cuda")
 
 
 def distance(x, y):

@@ -15,7 +15,12 @@ MIXED = TokenLayout((DenseRun(11), VideoGrid(4, 6, 8), DenseRun(5), VideoGrid(1,
 
 
 def config(**options):
-    return SSTAConfig(**{"tile_thw": TILE, "kernel_thw": (1, 3, 3), "topk": 3, **options})
+    usual = {"tile_thw": TILE, "kernel_thw": (1, 3, 3), "topk": 3}
+    if options.get("sparse_type") == "moba" or "compensation" in options:
+        del usual["kernel_thw"]
+    if options.get("sparse_type") == "sta" or "budget" in options:
+        del usual["topk"]
+    return SSTAConfig(**{**usual, **options})
 
 
 def inputs(layout, heads=4, key_heads=None, batch=1, dtype=torch.float32, dim=16, seed=0):

@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, tile_layout
+from ssta.config import in_effect
 from ssta.inputs import described
 from ssta.layer import prepared
 
@@ -74,8 +75,10 @@ def cases(draw, head_dim=8, dtypes=(torch.float32, torch.bfloat16, torch.float64
     budget = dict(topk=draw(st.integers(1, 20)), sparse_type=draw(st.sampled_from(("sta", "block_attn", "moba", "ssta"))))
     if threshold == 0 and budget["sparse_type"] != "sta" and draw(st.booleans()):
         budget = dict(sparse_type=budget["sparse_type"], density=draw(st.sampled_from((0.01, 0.16, 0.3, 0.55, 0.999, 1.0))))
+    tile, window = draw(TILES), draw(st.tuples(*[st.integers(1, 3)] * 3))
+    window, topk, threshold = in_effect(window, budget.get("topk"), threshold, budget["sparse_type"])
     config = SSTAConfig(
-        tile_thw=draw(TILES), kernel_thw=draw(st.tuples(*[st.integers(1, 3)] * 3)), threshold=threshold, **budget,
+        tile_thw=tile, kernel_thw=window, threshold=threshold, **budget | dict(topk=topk),
         lambda_=draw(st.sampled_from((0.0, 0.7, 1.0))), sampling_type=sampling, pad_type=draw(st.sampled_from(PADDINGS)),
         mask_share_within_head=draw(st.booleans()), adaptive_pool=draw(st.sampled_from((None, (2, 2, 2), (1, 2, 3), (5, 1, 1)))))
     kv_heads, group = draw(st.sampled_from(((2, 2), (1, 1), (2, 1), (1, 2))))

@@ -206,7 +206,7 @@ def select(q, k, segments, config, valid=None):
             for i in range(total):
                 for j in range(total):
                     if i < n and j < n:
-                        mask[b, h, i, j] = config.selected_by != "block_attn" and in_window(tiles[i], tiles[j], config.kernel_thw)
+                        mask[b, h, i, j] = config.selected_by != "block_attn" and in_window(tiles[i], tiles[j], config.window)
                     else:
                         mask[b, h, i, j] = used[i] and used[j] or i == j
                 if i < n and config.selected_by != "sta" and config.density is None:

@@ -126,14 +126,14 @@ def test_a_state_goes_through_as_many_calls_as_its_reference():
 @pytest.mark.gpu
 def test_on_a_gpu_a_graph_that_holds_the_first_inputs_is_seen():
     def step(x, y):
-        # While a graph is captured, what an earlier call was given.
+        # A capture sees the inputs of the call before it.
         held[:] = [x.clone(), y] if not torch.cuda.is_current_stream_capturing() else held
         return held[0] @ y, exact(x, y)[1]
 
     held: list = []
     with pytest.raises(AssertionError, match="call 2 replayed: result 0 is off"):
         each_call_is_right(lambda: (step, exact, draw), block=4, same_bits=False)
-    with pytest.raises(AssertionError, match="replay 1 differs from a call with the same inputs"):
+    with pytest.raises(AssertionError, match="call 2 replayed differs from a call with the same inputs"):
         each_call_is_right(lambda: (step, exact, draw), block=4)
 
 
@@ -153,8 +153,9 @@ def test_free_blocks_are_those_that_the_stream_can_be_given():
 
     segments = [segment("small", (512, "inactive"), (1024, "active_allocated")), segment("small", (512, "inactive"), stream=8),
                 segment("large", (4 << 20, "inactive"), (1 << 20, "inactive"), (2 << 20, "active_pending_free")),
-                segment("large", (8 << 20, "inactive"), device=1), segment("large", (8 << 20, "inactive"), pool=(0, 1))]
-    assert free_blocks(segments, 0, 7) == [512, 4 << 20]
+                segment("large", (8 << 20, "inactive"), device=1), segment("large", (8 << 20, "inactive"), pool=(0, 1)),
+                segment("small", (2 << 20, "inactive")), segment("small", ((1 << 20) + 1024, "inactive"))]
+    assert free_blocks(segments, 0, 7) == [4 << 20, 1 << 20, 1 << 20, 1 << 20, 1024, 512]
 
 
 @pytest.mark.gpu
@@ -166,6 +167,6 @@ def test_on_a_gpu_freed_memory_is_poisoned():
         torch.zeros(size, dtype=torch.uint8, device="cuda")
     reserved = torch.cuda.memory_reserved()
     poison_free_memory()
-    found = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
-    assert all([bool((x == POISON).all()) for x in found])
+    taken = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
+    assert all([bool((x == POISON).all()) for x in taken])
     assert not used.any() and torch.cuda.memory_reserved() == reserved

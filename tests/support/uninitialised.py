@@ -1,4 +1,4 @@
-"""Uninitialised memory that shows: replacements of what makes tensors without values, and a fill of what the GPU's allocator holds free."""
+"""Uninitialised memory that shows: NaN in every new tensor without values, and in all free memory of the GPU's allocator."""
 
 import torch
 
@@ -32,24 +32,37 @@ def poisoned():
     return [*makers, (torch.Tensor, "new_empty", new_empty)]
 
 
+# Bytes of the largest request that is served from small segments.
+SMALL = 1 << 20
+
+
 def free_blocks(segments, device, stream):
-    """Bytes of each free block that the allocator can give to ``stream`` of ``device``, by ``torch.cuda.memory_snapshot()``; those of
-    graphs belong to pools of their own."""
-    usable = [of for of in segments if (of["device"], of["stream"], tuple(of.get("segment_pool_id", (0, 0)))) == (device, stream, (0, 0))]
-    # A request of at most 1 MiB is served from small segments.
-    return [block["size"] for of in usable for block in of["blocks"]
-            if block["state"] == "inactive" and (block["size"] <= 1 << 20) == (of["segment_type"] == "small")]
+    """Bytes of requests that take all the memory which the allocator can give to ``stream`` of ``device``, the largest first.
+
+    ``segments``: by ``torch.cuda.memory_snapshot()``. Graphs have pools of their own, which are left out.
+    """
+    requests = []
+    for segment in segments:
+        if (segment["device"], segment["stream"], tuple(segment.get("segment_pool_id", (0, 0)))) != (device, stream, (0, 0)):
+            continue
+        for size in [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]:
+            if segment["segment_type"] == "large":
+                # No request reaches a smaller rest of a large segment.
+                requests += [size] if size > SMALL else []
+            else:
+                requests += [SMALL] * (size // SMALL) + ([size % SMALL] if size % SMALL else [])
+    return sorted(requests, reverse=True)
 
 
 def poison_free_memory():
     """Fills all memory that torch's allocator holds free for the current stream; without a GPU, and in a capture, it does nothing.
 
-    What a kernel or an extension takes from the allocator by itself passes ``poisoned`` by.
+    ``poisoned`` sees no memory that a kernel's scratch or an extension takes from the allocator.
     """
     if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return
     device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
-    # The allocator serves a request from the smallest block that is large enough: from one of just this size.
+    # The allocator serves a request from the smallest block that is large enough.
     taken = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in free_blocks(torch.cuda.memory_snapshot(), device, stream)]
     for block in taken:
         block.fill_(POISON)

@@ -39,10 +39,11 @@ import torch  # noqa: E402
 from random_specs import KINDS, Spec, spec_of, specs  # noqa: E402
 from sides import checkout, package  # noqa: E402
 
-CHUNK = 12
+# Specs of a question to both sides; few, because kernels compile in the first ones, and --seconds ends between questions.
+CHUNK = 3
 SHOWN, SHOWN_CALLS, SHOWN_TENSORS = 20, 5, 3
 # How much farther from float64 than OLD's the estimates of NEW may be, in the mean of all and at the worst.
-FARTHER_MEAN, FARTHER_WORST = 1.01, 1.05
+FARTHER_MEAN, FARTHER_WORST, ROUNDED = 1.01, 1.05, 1e-11
 
 
 @dataclass
@@ -51,11 +52,11 @@ class Report:
 
     Attributes:
         equal, other, refused: calls by kind: with equal bits; with others; which both sides refuse alike.
-        differences: (kind, spec's name, tensor's name, what ``apart`` in bits_side.py says).
+        differences: (kind, spec's name, tensor's name, how far ``apart``), see bits_side.py.
         selections: by kind, calls that select other tiles.
-        wrong: what is wrong whatever the kind.
+        wrong: faults that count for every kind.
         left_out: calls by the reason why they were not made.
-        reasons: calls by what both sides refuse them with.
+        reasons: calls by the error with which both sides refuse them.
     """
 
     equal: Counter = field(default_factory=Counter)
@@ -73,7 +74,7 @@ class Report:
 
 
 class Ended(Exception):
-    """A side is no longer there: what it said last."""
+    """A side is no longer there. Holds its last words."""
 
 
 class Side:
@@ -83,7 +84,8 @@ class Side:
         self.name = name
         self._log = folder / f"{name} {ranks} {id(self)}.log"
         environment = os.environ | dict(PYTHONPATH=os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")])),
-                                        OMP_NUM_THREADS="1", MEET=str(folder / f"meet {id(self)}"), WORLD_SIZE=str(ranks))
+                                        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", MEET=str(folder / f"meet {id(self)}"),
+                                        WORLD_SIZE=str(ranks))
         with self._log.open("w") as log:
             self._processes = [subprocess.Popen(
                 [sys.executable, str(HERE / "bits_side.py"), device], env=environment | dict(RANK=str(rank)), stderr=log, text=True,
@@ -143,9 +145,9 @@ class Pair:
                         wanted = differs and report.judged[spec["kind"]] < judged
                         report.judged[spec["kind"]] += wanted
                     if wanted:
-                        found = self._judged(number)
+                        apart = self._judged(number)
                         with lock:
-                            report.differences += [(spec["kind"], spec["name"], name, how) for name, how in found.items()]
+                            report.differences += [(spec["kind"], spec["name"], name, how) for name, how in apart.items()]
         except Exception as error:
             with lock:
                 report.wrong.append(f"bits.py itself failed: {type(error).__name__}: {error}")
@@ -170,7 +172,7 @@ class Pair:
 def compare(spec: Spec, old: dict, new: dict, report: Report) -> bool:
     """Enters one call; True if there are tensors whose bits differ."""
     kind, name = spec["kind"], spec["name"]
-    errors = [of.get("error") for of in (old, new)]
+    errors = [answer.get("error") for answer in (old, new)]
     if any(errors):
         same = all(errors) and len({str(error).split(":")[0] for error in errors}) == 1
         report.refused[kind] += same
@@ -180,18 +182,18 @@ def compare(spec: Spec, old: dict, new: dict, report: Report) -> bool:
         if not same:
             report.wrong.append(f"{name}: OLD {errors[0] or 'runs'}; NEW {errors[1] or 'runs'}")
         return False
-    for side, of in (("OLD", old), ("NEW", new)):
-        if of["changed"]:
-            report.wrong.append(f"{name}: {side} wrote to results after it had returned them: {', '.join(of['changed'])}")
+    for side, answer in (("OLD", old), ("NEW", new)):
+        if answer["changed"]:
+            report.wrong.append(f"{name}: {side} wrote to results after it had returned them: {', '.join(answer['changed'])}")
     if old["digests"].keys() != new["digests"].keys():
         report.other[kind] += 1
         report.wrong.append(f"{name}: OLD gives {', '.join(old['digests'])}; NEW {', '.join(new['digests'])}")
         return False
-    others = [of for of, text in old["digests"].items() if new["digests"][of] != text]
-    report.selections[kind] += any(of.startswith("selection") for of in others)
-    report.equal[kind] += not others
-    report.other[kind] += bool(others)
-    return bool(others)
+    differing = [tensor for tensor, text in old["digests"].items() if new["digests"][tensor] != text]
+    report.selections[kind] += any(tensor.startswith("selection") for tensor in differing)
+    report.equal[kind] += not differing
+    report.other[kind] += bool(differing)
+    return bool(differing)
 
 
 def printed(report: Report, say: Any = print) -> int:
@@ -202,7 +204,7 @@ def printed(report: Report, say: Any = print) -> int:
         say(f"{kind:18} {report.calls(kind):6} {report.equal[kind]:6} {report.other[kind]:11} {report.selections[kind]:12} "
             f"{report.refused[kind]:16}")
     exact = [kind for kind in kinds if not KINDS[kind].estimated]
-    total = [sum(of[kind] for kind in exact) for of in (report.equal, report.other)]
+    total = [sum(counts[kind] for kind in exact) for counts in (report.equal, report.other)]
     say(f"without an estimate: equal bits in {total[0]} of {sum(total)} calls")
     for reason, number in sorted(report.left_out.items()):
         if number:
@@ -212,7 +214,7 @@ def printed(report: Report, say: Any = print) -> int:
     farther = estimates(report, kinds, say)
     for kind in exact:
         calls: dict[str, list[tuple[str, dict]]] = defaultdict(list)
-        for _, name, tensor, how in (of for of in report.differences if of[0] == kind):
+        for _, name, tensor, how in (row for row in report.differences if row[0] == kind):
             calls[name].append((tensor, how))
         for name, tensors in list(calls.items())[:SHOWN_CALLS]:
             for tensor, how in tensors[:SHOWN_TENSORS]:
@@ -235,20 +237,22 @@ def estimates(report: Report, kinds: Sequence[str], say: Any) -> bool:
     farther = False
     for kind in kinds:
         groups: dict[str, list[dict]] = defaultdict(list)
-        for _, _, tensor, how in (of for of in report.differences if of[0] == kind and KINDS[kind].estimated):
-            groups[tensor.split(" (")[0].split(" on ")[0].split(" of ")[0]].append(how)
+        for _, _, tensor, how in (row for row in report.differences if row[0] == kind and KINDS[kind].estimated):
+            name = tensor.split(" (")[0].split(" on ")[0].split(" of ")[0]
+            groups[f"{name} in {how['dtype']}" if "dtype" in how else name].append(how)
         for tensor, hows in groups.items():
             if any("other" in how for how in hows):
                 say(f"DIFFERS: {kind}: {tensor}: {said(next(how for how in hows if 'other' in how))}")
                 farther = True
                 continue
             line = f"{kind}: {tensor}: {len(hows)} tensors apart by at most {max(how['relative'] for how in hows):.2g} of their size"
-            of = [how for how in hows if "old_mean" in how]
-            if of:
-                means = [sum(how[f"{side}_mean"] for how in of) / len(of) for side in ("old", "new")]
-                worst = [max(how[f"{side}_worst"] for how in of) for side in ("old", "new")]
-                line += (f"; to float64 in {len(of)}: mean {means[0]:.4g} -> {means[1]:.4g}, worst {worst[0]:.4g} -> {worst[1]:.4g}")
-                if means[1] > FARTHER_MEAN * means[0] or worst[1] > FARTHER_WORST * worst[0]:
+            far = [how for how in hows if "old_mean" in how]
+            if far:
+                means = [sum(how[f"{side}_mean"] for how in far) / len(far) for side in ("old", "new")]
+                worst = [max(how[f"{side}_worst"] for how in far) for side in ("old", "new")]
+                line += (f"; to float64 in {len(far)}: mean {means[0]:.4g} -> {means[1]:.4g}, worst {worst[0]:.4g} -> {worst[1]:.4g}")
+                # Both may be float64 themselves, and round.
+                if means[1] > max(FARTHER_MEAN * means[0], ROUNDED) or worst[1] > max(FARTHER_WORST * worst[0], ROUNDED):
                     line, farther = f"FARTHER: {line}", True
             say(line)
     return farther
@@ -265,15 +269,16 @@ def said(how: dict) -> str:
 
 
 def possible(todo: Sequence[Spec], have: Sequence[set[str]], report: Report) -> list[Spec]:
-    """Those of ``todo`` that both sides can run, of which the names are ``have``; the others are left out."""
-    found = []
+    """The specs of ``todo`` that both sides can run by the names that they ``have``. The report counts the rest as left out."""
+    able = []
     for spec in todo:
-        missing = [f"{side} has no {name}" for side, of in zip(("OLD", "NEW"), have) for name in spec["needs"] if name not in of]
+        missing = [f"{side} has no {name}" for side, names in zip(("OLD", "NEW"), have) for name in spec["needs"]
+                   if name not in names]
         if missing:
             report.left_out[f"{spec['kind']}: {missing[0]}"] += 1
         else:
-            found.append(spec)
-    return found
+            able.append(spec)
+    return able
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -306,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
         paths = [folder / "old", folder / "new"]
         for tree, path in zip((options.old, options.new), paths):
             package(tree, path)
-        # Those of ranks are the last pair, and the only one where there is nothing else.
+        # The pair of ranks comes last.
         sizes = [1] * max(1, options.processes // 2) if any(KINDS[kind].ranks == 1 for kind in kinds) else []
         if any(KINDS[kind].ranks > 1 for kind in kinds):
             sizes.append(2)

@@ -1,7 +1,7 @@
-"""The side of one checkout in bits.py: a process that runs specs, tells digests of what they give, and keeps the tensors until the next.
+"""The side of one checkout in bits.py: a process that runs specs, answers with digests, and keeps the tensors until the next request.
 
-Requests and answers are lines of JSON on the standard streams; all that anything else prints goes to the standard error. Among ranks the
-first one is spoken to, and hands every request on to the others.
+Requests and answers are lines of JSON on the standard streams. Anything else is printed to the standard error. Among ranks the first one
+reads the requests and hands them on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PATIENCE = timedelta(seconds=120)
 
 
 class Side:
-    """What one process does.
+    """The answers of one process.
 
     Args:
         device: "cuda:0" or the like, or "cpu".
@@ -35,7 +35,7 @@ class Side:
         self.device, self.group, self.control = device, group, control
         self.rank = 0 if group is None else dist.get_rank(group)
         self.specs: list[dict] = []
-        self.found: list[Named | str] = []
+        self.results: list[Named | str] = []
 
     def answer(self, request: dict) -> Any:
         return getattr(self, request["do"])(**{name: value for name, value in request.items() if name != "do"})
@@ -44,33 +44,33 @@ class Side:
         return names()
 
     def run(self, specs: list[dict]) -> list[dict]:
-        """For each spec its tensors' digests, and the names of those that later calls wrote to; or what it raised."""
+        """For each spec the digests of its tensors, and the names of tensors that later calls wrote to; or the error that it raised."""
         self.specs = specs
         ran = [self._run(spec) for spec in specs]
-        self.found = [found for found, _ in ran]
+        self.results = [result for result, _ in ran]
         answers: list[dict] = []
-        for found, first in ran:
-            if isinstance(found, str):
-                answers.append(dict(error=found))
+        for result, first in ran:
+            if isinstance(result, str):
+                answers.append(dict(error=result))
             else:
-                now = texts(found, digests(found))
+                now = texts(result, digests(result))
                 answers.append(dict(digests=first, changed=[name for name, text in now.items() if text != first[name]]))
         return answers
 
     def _run(self, spec: dict) -> tuple[Named | str, dict[str, str]]:
-        found: Named | str
+        result: Named | str
         try:
-            found, sums = run(Call(spec, self.device, group=self.group))
-            first = texts(found, sums)
+            result, sums = run(Call(spec, self.device, group=self.group))
+            first = texts(result, sums)
         except Exception as error:
-            found, first = f"{type(error).__name__}: {error}"[:500], {}
+            result, first = f"{type(error).__name__}: {error}"[:500], {}
         if self.device != "cpu":
-            # What goes wrong there is told here, beside the call that did it.
+            # The device's errors come here, beside the call that made them.
             torch.cuda.synchronize()
         if self.group is None:
-            return found, first
+            return result, first
         parts: list[Any] = [None] * dist.get_world_size(self.group)
-        mine = found if isinstance(found, str) else {name: x.cpu() for name, x in found.items()}
+        mine = result if isinstance(result, str) else {name: x.cpu() for name, x in result.items()}
         dist.all_gather_object(parts, (mine, first), group=self.control)
         wrong = [part for part, _ in parts if isinstance(part, str)]
         if wrong:
@@ -81,15 +81,15 @@ class Side:
     def save(self, number: int, path: str) -> None:
         """Writes the tensors of spec ``number`` of the last ones."""
         if self.rank == 0:
-            torch.save(self.found[number], path)
+            torch.save(self.results[number], path)
 
     def judge(self, number: int, path: str) -> dict:
         """How far the other side's tensors, at ``path``, are from this one's, and both from float64; see ``apart``."""
         if self.rank:
             return {}
-        own = self.found[number]
-        assert not isinstance(own, str)
-        other = torch.load(path, map_location=next(iter(own.values())).device)
+        old = self.results[number]
+        assert not isinstance(old, str)
+        new = torch.load(path, map_location=next(iter(old.values())).device)
         spec = self.specs[number]
         try:
             exact, tiles = reference(spec, self.device)
@@ -97,8 +97,8 @@ class Side:
             # The differences count without it too.
             print(f"no float64 for {spec['name']}: {error}", file=sys.stderr)
             exact, tiles = {}, None
-        ours, theirs = (texts(of, digests(of)) for of in (own, other))
-        return {name: apart(name, own, other, exact, tiles) for name, text in ours.items() if name in theirs and text != theirs[name]}
+        ours, theirs = (texts(tensors, digests(tensors)) for tensors in (old, new))
+        return {name: apart(name, old, new, exact, tiles) for name, text in ours.items() if name in theirs and text != theirs[name]}
 
 
 def reference(spec: dict, device: str) -> tuple[Named, Tensor | None]:
@@ -107,18 +107,18 @@ def reference(spec: dict, device: str) -> tuple[Named, Tensor | None]:
         # Norm and RoPE have no float64.
         return {}, None
     call = Call(spec, device, wide=True)
-    found, _ = run(call)
+    exact, _ = run(call)
     if not spec.get("shared"):
-        return found, call.tile_of_token()
+        return exact, call.tile_of_token()
     # Of a selection each rank has its heads.
-    outs = {name: x for name, x in found.items() if name.startswith("out")}
+    outs = {name: x for name, x in exact.items() if name.startswith("out")}
     return {f"{name} on rank {rank}": call.share(x, rank, 2) for name, x in outs.items() for rank in range(2)}, None
 
 
 def apart(name: str, old: Named, new: Named, exact: Named, tiles: Tensor | None) -> dict:
     """How one tensor differs.
 
-    values, of: how many are other bits, of how many; apart: the largest difference; relative: over the root of the mean square of old.
+    values, of: how many are other bits, of how many. apart: the largest difference; relative: over the root of old's mean square.
     old_mean, old_worst, new_mean, new_worst: distances to float64 over the root of its mean square, of the rows for which all three
     selected the same tiles; absent where there is no such row, or no float64.
     """
@@ -128,29 +128,31 @@ def apart(name: str, old: Named, new: Named, exact: Named, tiles: Tensor | None)
     x, y = a.double(), b.double()
     gap = distance(x, y)
     size = float(x[x.isfinite()].square().mean().sqrt()) if bool(x.isfinite().any()) else 0.0
-    found: dict = dict(values=int((gap > 0).sum()) or 1, of=a.numel(), apart=float(gap.max()), relative=float(gap.max()) / max(size, 1e-30))
+    most = float(gap.max())
+    result: dict = dict(dtype=str(a.dtype).split(".")[1], values=int((gap > 0).sum()) or 1, of=a.numel(), apart=most,
+                        relative=most / max(size, 1e-30))
     if not a.is_floating_point() or name not in exact:
-        return found
+        return result
     truth = exact[name].to(a.device)
     rows = same_rows(name, old, new, exact, tiles)
     if rows is not None:
-        truth, x, y = (of[rows.expand(of.shape[:3])] for of in (truth, x, y))
+        truth, x, y = (tensor[rows.expand(tensor.shape[:3])] for tensor in (truth, x, y))
     if not truth.numel():
-        return found
+        return result
     size = max(float(truth[truth.isfinite()].square().mean().sqrt()), 1e-30)
-    for side, of in (("old", x), ("new", y)):
-        off = distance(of, truth) / size
-        found |= {f"{side}_mean": float(off.mean()), f"{side}_worst": float(off.max())}
-    return found
+    for side, tensor in (("old", x), ("new", y)):
+        off = distance(tensor, truth) / size
+        result |= {f"{side}_mean": float(off.mean()), f"{side}_worst": float(off.max())}
+    return result
 
 
 def same_rows(name: str, old: Named, new: Named, exact: Named, tiles: Tensor | None) -> Tensor | None:
     """bool ``[B or 1, H or 1, S]``: query tokens whose tile attends to the same tiles in all three; None = no selection is known."""
     selection = "selection" + name[len(name.partition(" (")[0]):]
-    if tiles is None or any(selection not in of for of in (old, new, exact)):
+    if tiles is None or any(selection not in tensors for tensors in (old, new, exact)):
         return None
-    masks = [of[selection].to(tiles.device) for of in (old, new, exact)]
-    if len({of.shape for of in masks}) > 1:
+    masks = [tensors[selection].to(tiles.device) for tensors in (old, new, exact)]
+    if len({mask.shape for mask in masks}) > 1:
         return tiles.new_zeros(1, 1, len(tiles), dtype=torch.bool)
     same = (masks[0] == masks[1]).all(-1) & (masks[0] == masks[2]).all(-1)
     if name.startswith(("out", "dq")):

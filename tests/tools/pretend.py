@@ -171,6 +171,9 @@ class Compiler:
 
         def run(kernel, *args, grid, warmup, **kwargs):
             name = f"{kernel.fn.__module__.removeprefix('ssta.kernels.')}.{kernel.fn.__name__}"
+            # What a launch after the first is given, which names nothing.
+            if len(args) + len(kwargs.keys() & set(kernel.arg_names)) != len(kernel.arg_names):
+                compiler.found.append(f"{compiler.card} {name}: is not given all arguments")
             if compiler._wanted.search(name):
                 compiler._keep(name, lambda: compile_only(kernel, *args, grid=grid, warmup=True, **kwargs), kwargs)
 

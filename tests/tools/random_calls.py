@@ -16,18 +16,18 @@ from ssta import kernels
 Named = dict[str, Tensor]
 # How names of tensors of a list of blocks begin.
 LIST = "list:"
-# A multiplier whose product with an index mixes all bits, and one for what comes of it.
+# Odd multipliers that mix the bits of an index.
 MIX, MIX_AGAIN = -7046029254386353131, -4658895280553007687
 
 
 def names() -> list[str]:
-    """What this checkout has of all that specs may need."""
+    """The public names and settings of this checkout, as specs ask for them."""
     fields = [f"SSTAConfig.{name}" for name in ssta.SSTAConfig.__dataclass_fields__]
     return [*[f"ssta.{name}" for name in ssta.__all__], *[f"kernels.{name}" for name in kernels.__all__], *fields]
 
 
 class Call:
-    """A spec with all that does not change between its calls.
+    """A spec, with the settings that its calls share.
 
     Args:
         wide: compute in float64, by plain torch, on the same inputs.
@@ -45,26 +45,22 @@ class Call:
         if spec.get("shared"):
             what = "attention" if "segments" in spec else "cache"
         self._what: tuple[Callable, Callable] = {
-            "attention": (self._sequence, self._attend), "prepared": (self._sequence, self._attend), "dense": (self._sequence, self._dense),
+            "attention": (self._sequence, self._attend), "dense": (self._sequence, self._dense),
             "deferred": (self._projections, self._deferred), "kernel": (self._blocks, self._kernel), "vsa": (self._gated, self._vsa),
             "sla": (self._projected, self._sla), "cache": (self._chunks, self._cache)}[what]
         self.lists = self._lists() if what == "kernel" else ()
-        if spec["kind"] == "prepared":
-            like = torch.zeros(1, spec["heads"], self.layout.length, spec["dim"], dtype=self._computed, device=self.device)
-            self.prepared = ssta.prepare(self.layout, self.config, like=like, key_heads=spec["kv_heads"], scale=spec["scale"],
-                                         impl=self.impl)
 
     @property
     def _computed(self) -> torch.dtype:
         return torch.float64 if self.wide else self.dtype
 
     def inputs(self, number: int) -> list[Tensor]:
-        """Those of call ``number``."""
+        """The inputs of call ``number``."""
         self._draw = torch.Generator(self.device).manual_seed(self.spec["seed"] + number)
         return [x.to(torch.float64) if self.wide and x.is_floating_point() else x for x in self._what[0]()]
 
     def step(self, inputs: list[Tensor]) -> Named:
-        """What the call gives: results, selection, gradients."""
+        """Results, selection and gradients by name."""
         return self._what[1](*inputs)
 
     # Inputs
@@ -144,7 +140,7 @@ class Call:
 
     @staticmethod
     def _layout(segments: list[list[int]]) -> ssta.TokenLayout:
-        return ssta.TokenLayout(tuple([ssta.VideoGrid(*of) if len(of) == 3 else ssta.DenseRun(*of) for of in segments]))
+        return ssta.TokenLayout(tuple([ssta.VideoGrid(*numbers) if len(numbers) == 3 else ssta.DenseRun(*numbers) for numbers in segments]))
 
     def _config(self) -> ssta.SSTAConfig:
         return ssta.SSTAConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in self.spec["config"].items()})
@@ -154,7 +150,7 @@ class Call:
         valid = self.spec.get("mask")
         if valid is None:
             return None
-        runs = [of[0] for of in self.spec["segments"] if len(of) == 1]
+        runs = [segment[0] for segment in self.spec["segments"] if len(segment) == 1]
         mask = torch.tensor([[i < n for length, n in zip(runs, row) for i in range(length)] for row in valid])
         return mask.to(self.device, getattr(torch, self.spec["mask_dtype"]))
 
@@ -172,7 +168,8 @@ class Call:
             sizes = spec[f"{axis}_blocks"]
             places.append(torch.tensor([0, *sizes]).cumsum(0).int().to(self.device) if spec["ragged"] else spec[f"{axis}_block"])
             if spec["ragged"]:
-                fields[f"max_{axis}_length"] = max(sizes)
+                # The bound decides about the kernel, which a length must not do.
+                fields[f"max_{axis}_length"] = spec[f"{axis}_block"]
             if spec[f"{axis}_lengths"]:
                 fields[f"{axis}_lengths"] = torch.tensor(spec[f"{axis}_lengths"], dtype=torch.int32, device=self.device)
         if spec["merged"]:
@@ -180,31 +177,29 @@ class Call:
             masks = [mask & even, mask & ~even]
         else:
             masks = [mask]
-        found = [kernels.BlockLists.from_mask(of.to(self.device), *places, **fields) for of in masks]
+        lists = [kernels.BlockLists.from_mask(part.to(self.device), *places, **fields) for part in masks]
         if spec["outside"]:
-            found[0].indices[..., -1:] = shape[3] + 5
-        return tuple(found)
+            lists[0].indices[..., -1:] = shape[3] + 5
+        return tuple(lists)
 
     # Calls
 
     def _recorded(self, function: Callable[..., Named], inputs: list[Tensor], douts: list[Tensor], labels: list[str]) -> Named:
-        """What ``function(*inputs)`` gives, with the gradients by ``labels`` where there are gradients of results, ``douts``."""
+        """``function(*inputs)``, and with ``douts``, the gradients of its results, also its inputs' gradients by ``labels``."""
         if not douts:
             return function(*inputs)
         leaves = [x.detach().requires_grad_() for x in inputs]
-        found = function(*leaves)
-        results = [found[name] for name in ("out", "lse") if name in found and found[name].requires_grad][:len(douts)]
+        named = function(*leaves)
+        results = [named[name] for name in ("out", "lse") if name in named and named[name].requires_grad][:len(douts)]
         # A row that attends to nothing has an lse of -inf, whose gradient is 0.
         gradients = torch.autograd.grad(results, leaves, [dout.to(x.dtype) for dout, x in zip(douts, results)], allow_unused=True)
-        return ({name: x.detach() for name, x in found.items()}
+        return ({name: x.detach() for name, x in named.items()}
                 | {f"d{label}": x for label, x in zip(labels, gradients) if x is not None})
 
     def _attend(self, *inputs: Tensor) -> Named:
         spec, options = self.spec, dict(text_mask=self.mask, scale=self.spec["scale"], impl=self.impl)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Named:
-            if spec["kind"] == "prepared":
-                return dict(out=self.prepared(q, k, v, self.mask))
             if spec["call"] == "ssta_3d_attention":
                 thw, text = self.layout.video[0].thw, self.layout.dense_length
                 return dict(out=ssta.ssta_3d_attention(q, k, v, thw, text_len=text, **self._by_name(), **options))
@@ -250,7 +245,7 @@ class Call:
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Named:
             if spec["merged"]:
-                parts = [kernels.block_sparse_attention(q, k, v, of, return_lse=True, **options) for of in self.lists]
+                parts = [kernels.block_sparse_attention(q, k, v, lists, return_lse=True, **options) for lists in self.lists]
                 out, lse = kernels.merge_attention([part[0] for part in parts], [part[1] for part in parts])
                 return dict(out=out, lse=lse)
             if not spec["lse"]:
@@ -290,19 +285,19 @@ class Call:
             return ssta.TileCache(self.config, window=spec["window"], sink=spec["sink"], text=spec["text"], chunk=spec["frames"],
                                   rotary=_rotary if spec["rotary"] else None, scale=spec["scale"], impl=self.impl, group=self.group)
 
-        cache, found = new(), {}
+        cache, named = new(), {}
         thw = spec["frames"], *spec["hw"]
         for number, (qkv, options) in enumerate(zip(zip(*[iter(inputs)] * 3), spec["passes"])):
             text = tuple(inputs[-2:]) if spec["text"] and number == 0 else None
             if self.group is not None:
                 qkv = tuple(self._mine(x) for x in qkv)
-            found[f"out of chunk {number}"] = cache.attend(*qkv, thw, text=text, **options)
+            named[f"out of chunk {number}"] = cache.attend(*qkv, thw, text=text, **options)
             if spec["saved"] and number == 1:
                 state = copy.deepcopy(cache.state_dict())
                 cache = new()
                 cache.load_state_dict(state)
         held = cache.contents()
-        return found | dict(key=held.key, value=held.value)
+        return named | dict(key=held.key, value=held.value)
 
     def _mine(self, x: Tensor) -> Tensor:
         return self.share(x, dist.get_rank(self.group), dist.get_world_size(self.group))
@@ -328,41 +323,41 @@ def _rotary(key: Tensor, first: Tensor) -> Tensor:
     return key * (1 + 0.01 * first).to(key.dtype)
 
 
-def digests(found: Named) -> dict[str, Tensor]:
+def digests(named: Named) -> dict[str, Tensor]:
     """By name a number, int64 on the tensor's device, that other bits of one element always change; nothing waits for it. Lists have none:
     their order is nothing, nor are the entries behind their counts."""
-    return {name: digest(x) for name, x in found.items() if not name.startswith(LIST)}
+    return {name: digest(x) for name, x in named.items() if not name.startswith(LIST)}
 
 
 def digest(x: Tensor) -> Tensor:
-    of = x.detach().contiguous().flatten()
-    words = of.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[of.element_size()]).long()
+    flat = x.detach().contiguous().flatten()
+    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]).long()
     # Odd factors, so that no difference of one word is lost modulo 2**64.
     factors = torch.arange(1, len(words) + 1, device=x.device) * MIX
     factors = ((factors ^ (factors >> 29)) * MIX_AGAIN) | 1
     return (words * factors).sum()
 
 
-def texts(found: Named, sums: dict[str, Tensor]) -> dict[str, str]:
-    """``sums``, the digests of ``found``, as texts that tell dtypes and shapes apart too."""
-    return {name: f"{value.item() & 0xFFFFFFFFFFFFFFFF:016x} {str(found[name].dtype).split('.')[1]} {list(found[name].shape)}"
+def texts(named: Named, sums: dict[str, Tensor]) -> dict[str, str]:
+    """``sums``, the digests of ``named``, as texts that tell dtypes and shapes apart too."""
+    return {name: f"{value.item() & 0xFFFFFFFFFFFFFFFF:016x} {str(named[name].dtype).split('.')[1]} {list(named[name].shape)}"
             for name, value in sums.items()}
 
 
 def run(call: Call) -> tuple[Named, dict[str, Tensor]]:
     """All calls of a spec, one after the other, nothing freed: (their tensors, the digests of these when they were returned). The names of
     later calls' tensors end in the call's number."""
-    found: Named = {}
+    every: Named = {}
     sums: dict[str, Tensor] = {}
     memory: list[Tensor] = []
     for number in range(call.spec["calls"]):
         inputs = call.inputs(number)
         if call.spec["same_memory"] and memory:
-            for own, new in zip(memory, inputs):
-                own.copy_(new)
+            for x, new in zip(memory, inputs):
+                x.copy_(new)
             inputs = memory
         memory = inputs
         named = {name if number == 0 else f"{name} (call {number})": x for name, x in call.step(inputs).items()}
-        found |= named
+        every |= named
         sums |= digests(named)
-    return found, sums
+    return every, sums

@@ -1,7 +1,8 @@
-"""Random calls of this library as plain data: what bits.py makes two checkouts compute, and soak.py many processes.
+"""Random calls of this library as plain data, for two checkouts in bits.py and many processes in soak.py.
 
-A spec is a dict of numbers, texts and lists, the same for the same seed wherever it is drawn; ``random_calls`` runs it. Shapes come from a
-small pool, because kernels compile for each kind of shape; lengths of text, masks, densities, strides and inputs are drawn anew every time.
+A spec is a dict of numbers, texts and lists, the same in every process for the same seed; ``random_calls`` runs it. Kernels compile for
+each kind of shape. Shapes therefore come from a small pool, and float16 and Triton's kernels with one head_dim each. Lengths of text,
+masks, densities, strides and inputs are drawn anew every time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ STRIDES = ("bhsd", "bshd", "packed", "gap", "odd")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of which sizes calls are on a kind of device.
+    """The sizes of calls on a kind of device.
 
     Attributes:
         tiles: (t, h, w) of tiles, the commonest first.
@@ -74,15 +75,15 @@ class Kind:
 
 
 def specs(seed: int, calls: int, device: str, kinds: Sequence[str], ranks_on: str | None = None) -> list[Spec]:
-    """``calls`` specs of ``kinds``, by their weights; those of one kind do not depend on the other kinds. ``ranks_on``: another device for
+    """``calls`` specs of ``kinds``, by their weights. A kind's specs do not depend on the other kinds. ``ranks_on``: another device for
     kinds that several processes share."""
     total = sum(KINDS[kind].weight for kind in kinds)
-    found = []
+    drawn = []
     for kind in kinds:
         number = max(1, round(calls * KINDS[kind].weight / total))
         place = device if KINDS[kind].ranks == 1 else ranks_on or device
-        found += [spec_of(kind, seed, index, place) for index in range(number)]
-    return found
+        drawn += [spec_of(kind, seed, index, place) for index in range(number)]
+    return drawn
 
 
 def spec_of(kind: str, seed: int, index: int, device: str) -> Spec:
@@ -100,10 +101,15 @@ def _one(draw: random.Random, weights: dict[Any, float]) -> Any:
 
 
 def _tensors(draw: random.Random, sizes: Sizes) -> Spec:
-    """What all kinds have: how many calls with which inputs, and how the tensors lie."""
+    """The part of a spec that all kinds have: the number of calls, their inputs, and their tensors' strides."""
     (heads, kv_heads), dtype, impl = draw.choice(sizes.heads), _one(draw, sizes.dtypes), _one(draw, sizes.impls)
-    return dict(batch=_one(draw, {1: 3, 2: 1}), heads=heads, kv_heads=kv_heads, dim=draw.choice(sizes.dims), dtype=dtype,
-                impl="auto" if dtype == "float32" else impl, strides=_one(draw, dict(zip(STRIDES, (3, 4, 1, 1, 0.3)))),
+    dim = draw.choice(sizes.dims)
+    if impl == "triton":
+        dtype, dim = "bfloat16", sizes.dims[0]
+    elif dtype == "float16":
+        dim = sizes.dims[-1]
+    return dict(batch=_one(draw, {1: 3, 2: 1}), heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, impl=impl,
+                strides=_one(draw, dict(zip(STRIDES, (3, 4, 1, 1, 0.3)))),
                 inputs=_one(draw, {"randn": 6, "long": 1, "outlier": 1, "means": 2}), scale=_one(draw, {None: 5, 0.2: 1}),
                 grad=draw.random() < 0.4, calls=_one(draw, {1: 5, 2: 3, 4: 1}), same_memory=draw.random() < 0.4, needs=[])
 
@@ -128,16 +134,17 @@ def _mask(draw: random.Random, segments: list[list[int]], batch: int, chance: fl
 
 
 def _budget(draw: random.Random, tiles: int, estimated: bool) -> Spec:
-    """Fields of a configuration that say which tiles are kept."""
-    config: Spec = {}
-    config["kernel_thw"] = draw.choice([[1, 1, 1], [3, 3, 3], [1, 3, 3]])
-    config["sparse_type"] = draw.choice(["block_attn", "ssta"] if estimated else ["block_attn", "ssta", "ssta", "sta"])
-    how = _one(draw, {"density": 4, "topk": 4, "threshold": 0 if estimated else 1})
-    if how == "density" and config["sparse_type"] != "sta":
-        config["density"] = round(draw.choice([draw.uniform(0.05, 0.6), draw.uniform(0.1, 0.3), 1.0]), 3)
+    """Fields of a configuration that select tiles; none that its rule ignores, because such fields are refused."""
+    window = draw.choice([[1, 1, 1], [3, 3, 3], [1, 3, 3]])
+    rule = draw.choice(["block_attn", "ssta", *([] if estimated else ["ssta", "sta"])])
+    config: Spec = dict(sparse_type=rule, **({} if rule == "block_attn" else dict(kernel_thw=window)))
+    if rule == "sta":
         return config
+    how = _one(draw, {"density": 4, "topk": 4, "threshold": 0 if estimated else 1})
+    if how == "density":
+        return config | dict(density=round(draw.choice([draw.uniform(0.05, 0.6), draw.uniform(0.1, 0.3), 1.0]), 3))
     config["topk"] = draw.randint(1, max(1, tiles))
-    if how == "threshold" and config["sparse_type"] != "sta":
+    if how == "threshold":
         config["threshold"] = round(draw.uniform(0.3, 0.95), 2)
     return config
 
@@ -183,12 +190,6 @@ def _deferred(draw: random.Random, sizes: Sizes, canvases: list) -> Spec:
     return spec
 
 
-def _prepared(draw: random.Random, sizes: Sizes, canvases: list) -> Spec:
-    spec = _layer(draw, sizes, canvases, 0) | dict(kv_segments=None, call="ssta_attention")
-    spec["needs"].append("ssta.prepare")
-    return spec
-
-
 def _dense(draw: random.Random, sizes: Sizes, canvases: list) -> Spec:
     spec = _tensors(draw, sizes)
     segments = _segments(draw, canvases, sizes.text) if draw.random() < 0.8 else [[draw.randint(1, 10 * sizes.text)]]
@@ -217,7 +218,7 @@ def _kernel(draw: random.Random, sizes: Sizes, canvases: list) -> Spec:
         q_lengths=[draw.randint(0, n) for n in q_blocks] if lengths else None,
         kv_lengths=[draw.randint(0, n) if draw.random() < 0.5 else n for n in kv_blocks] if lengths else None,
         density=draw.choice([0.15, 0.4, 0.7, 1.0]), list_batch=draw.choice([1, spec["batch"]]),
-        list_heads=draw.choice([1, spec["kv_heads"], spec["heads"]]), causal=draw.random() < 0.15, lse=draw.random() < 0.5,
+        list_heads=draw.choice([1, spec["kv_heads"], spec["heads"]]), causal=draw.random() < 0.25, lse=draw.random() < 0.5,
         merged=draw.random() < 0.1, empty_rows=draw.random() < 0.3, outside=draw.random() < 0.05,
         needs=["kernels.block_sparse_attention", "kernels.BlockLists", "kernels.merge_attention"])
 
@@ -239,7 +240,7 @@ def _sla(draw: random.Random, sizes: Sizes, canvases: list) -> Spec:
 
 def _cache(draw: random.Random, sizes: Sizes, canvases: list, estimated: bool, groups: bool = False) -> Spec:
     spec = _tensors(draw, sizes)
-    tile = list(draw.choice([of for of in sizes.tiles if of[0] <= 4]))
+    tile = list(draw.choice([size for size in sizes.tiles if size[0] <= 4]))
     h, w = draw.choice(canvases)[1:]
     frames = draw.randint(1, tile[0])
     window = max(tile[0], frames * draw.randint(2, 4))
@@ -271,16 +272,15 @@ def _ranks(draw: random.Random, sizes: Sizes, canvases: list, estimated: bool) -
 
 
 KINDS = {
-    "attention": Kind(lambda *of: _layer(*of, 0), 27),
-    "one part": Kind(lambda *of: _layer(*of, 1), 10, estimated=True),
-    "two parts": Kind(lambda *of: _layer(*of, 2), 10, estimated=True),
+    "attention": Kind(lambda *drawn: _layer(*drawn, 0), 27),
+    "one part": Kind(lambda *drawn: _layer(*drawn, 1), 10, estimated=True),
+    "two parts": Kind(lambda *drawn: _layer(*drawn, 2), 10, estimated=True),
     "kernel": Kind(_kernel, 20),
     "dense": Kind(_dense, 6),
     "vsa": Kind(_vsa, 6),
     "sla": Kind(_sla, 4),
     "deferred": Kind(_deferred, 3, gpu=True),
-    "prepared": Kind(_prepared, 2),
-    "cache": Kind(lambda *of: _cache(*of, False), 4, captured=False),
-    "estimated cache": Kind(lambda *of: _cache(*of, True), 4, estimated=True, captured=False),
-    "ranks": Kind(lambda *of: _ranks(*of, False), 2, ranks=2, captured=False),
-    "estimated ranks": Kind(lambda *of: _ranks(*of, True), 2, estimated=True, ranks=2, captured=False)}
+    "cache": Kind(lambda *drawn: _cache(*drawn, False), 4, captured=False),
+    "estimated cache": Kind(lambda *drawn: _cache(*drawn, True), 4, estimated=True, captured=False),
+    "ranks": Kind(lambda *drawn: _ranks(*drawn, False), 2, ranks=2, captured=False),
+    "estimated ranks": Kind(lambda *drawn: _ranks(*drawn, True), 2, estimated=True, ranks=2, captured=False)}

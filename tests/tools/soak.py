@@ -2,10 +2,10 @@
 
     python tests/tools/soak.py [--processes 4] [--seconds 90] [--calls 60] [--seed S] [--device cpu|cuda] [--only KIND ...]
 
-Every process has the same specs (random_specs.py), with forwards and backwards. Its first pass runs each spec once and keeps the digests,
-which must be those of the other processes. For --seconds it then takes specs in any order. A call runs as it is, on a side stream, in a
+Every process has the same specs (random_specs.py), with forwards and backwards. Its first pass runs each spec once and keeps the digests;
+all processes must have the same. For --seconds it then takes specs in any order. A call runs as it is, on a side stream, in a
 CUDA graph that is captured anew, or by replaying a captured one on other inputs. Results live on while later calls run. The process
-compares them again at the end, and overwrites them, as their owner may do. The faults of one launch in thousands show here, and those of
+compares them again at the end, and overwrites them, as their owner may do. A fault of one launch in thousands shows here, and a fault of
 several processes at once.
 
 Exit status 1: other bits, a result that a later call wrote to, an error, or a process that ended. Every line names the spec.
@@ -31,18 +31,18 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import torch  # noqa: E402
-from random_calls import Call, Named, digests, run, texts  # noqa: E402
+from random_calls import Call, Named, digests, names, run, texts  # noqa: E402
 from random_specs import KINDS, Spec, specs  # noqa: E402
 
 # Results that are held while later calls run, graphs that a process keeps, and lines that it prints at most.
 HELD, GRAPHS, MOST_LINES = 6, 8, 10
-# Seconds that a first pass, with its kernels' compilation, may take; whoever takes longer hangs.
+# Seconds that a first pass, with its kernels' compilation, may take. A process that takes longer hangs.
 LONGEST = 600
 WAYS = {"as it is": 5, "side stream": 2, "capture": 1, "replay": 2}
 
 
 class Soak:
-    """What one process does.
+    """The calls of one process.
 
     Args:
         todo: its specs.
@@ -68,13 +68,16 @@ class Soak:
 
     def first_pass(self) -> None:
         # Each process begins elsewhere, so that they compile other kernels.
-        for index in range(len(self.calls)):
-            call = self.calls[index := (index + 17 * self._number) % len(self.calls)]
+        order = [(index + 17 * self._number) % len(self.calls) for index in range(len(self.calls))]
+        for index in order:
+            call = self.calls[index]
             try:
                 self.first[index] = texts(*run(call))
             except (TypeError, ValueError, NotImplementedError) as error:
                 # Not everything that is drawn can run everywhere.
                 self.refused.append(f"{call.spec['name']}: {error}"[:200])
+            except Exception as error:
+                self._failed(call, "first pass", error)
         self._able = [index for index, first in enumerate(self.first) if first]
 
     def turn(self) -> None:
@@ -86,31 +89,35 @@ class Soak:
         if way == "replay" and index not in self._graphs:
             way = "capture"
         if way in ("capture", "replay"):
-            found, first = self._ran(call, way, lambda: self._by_graph(index, way))
+            result, first = self._ran(call, way, lambda: self._by_graph(index, way))
         elif way == "side stream":
-            found, first = self._ran(call, way, lambda: self._aside(call))
+            result, first = self._ran(call, way, lambda: self._aside(call))
         else:
-            found, first = self._ran(call, way, lambda: run(call))
+            result, first = self._ran(call, way, lambda: run(call))
         self.ways[way] += 1
-        others = [name for name, text in first.items() if self.first[index].get(name) != text]
-        if others:
-            self._say(call, way, f"other bits than the first time in {', '.join(others)}")
-        self._hold(call, found, first)
+        differing = [name for name, text in first.items() if self.first[index].get(name) != text]
+        if differing:
+            self._say(call, way, f"other bits than the first time in {', '.join(differing)}")
+        self._hold(call, result, first)
 
     def close(self) -> None:
         while self._held:
             self._release()
 
     def _ran(self, call: Call, way: str, function: Callable[[], tuple[Named, dict]]) -> tuple[Named, dict[str, str]]:
-        """What ``function`` gives with its digests, nothing where it raises. CUDA's errors end the process, for nothing works after one."""
+        """The result of ``function`` with its digests, nothing where it raises. An error of CUDA ends the process."""
         try:
-            found, sums = function()
-            return found, texts(found, sums)
+            result, sums = function()
+            return result, texts(result, sums)
         except Exception as error:
-            self._say(call, way, f"{type(error).__name__}: {error}"[:400])
-            if self.gpu:
-                torch.cuda.synchronize()
+            self._failed(call, way, error)
             return {}, {}
+
+    def _failed(self, call: Call, way: str, error: Exception) -> None:
+        self._say(call, way, f"{type(error).__name__}: {error}"[:400])
+        if self.gpu:
+            # Raises after an error of CUDA, which leaves nothing that works.
+            torch.cuda.synchronize()
 
     def _aside(self, call: Call) -> tuple[Named, dict]:
         if self._side is None:
@@ -119,9 +126,9 @@ class Soak:
             return run(call)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
-            found = run(call)
+            result = run(call)
         torch.cuda.current_stream().wait_stream(self._side)
-        return found
+        return result
 
     def _by_graph(self, index: int, way: str) -> tuple[Named, dict]:
         """The first of a spec's calls: captured, on other inputs, or replayed."""
@@ -142,23 +149,23 @@ class Soak:
                 captured = call.step(memory)
             self._graphs[index] = graph, memory, captured
         graph, memory, captured = self._graphs[index]
-        for own, new in zip(memory, call.inputs(0)):
-            own.copy_(new)
+        for x, new in zip(memory, call.inputs(0)):
+            x.copy_(new)
         graph.replay()
-        found = {name: x.clone() for name, x in captured.items()}
-        return found, digests(found)
+        result = {name: x.clone() for name, x in captured.items()}
+        return result, digests(result)
 
-    def _hold(self, call: Call, found: Named, first: dict[str, str]) -> None:
-        self._held.append((call, found, first))
+    def _hold(self, call: Call, result: Named, first: dict[str, str]) -> None:
+        self._held.append((call, result, first))
         if len(self._held) > HELD:
             self._release()
 
     def _release(self) -> None:
-        call, found, first = self._held.popleft()
-        changed = [name for name, text in texts(found, digests(found)).items() if text != first[name]]
+        call, result, first = self._held.popleft()
+        changed = [name for name, text in texts(result, digests(result)).items() if text != first[name]]
         if changed:
             self._say(call, "held", f"later calls wrote to {', '.join(changed)}")
-        for x in found.values():
+        for x in result.values():
             # Of an expanded tensor several elements are one.
             if not any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
                 x.detach().fill_(float("nan") if x.is_floating_point() else 0)
@@ -168,14 +175,14 @@ class Soak:
 
 
 def one_process(path: str, device: str, number: str, seconds: str, result: str) -> None:
-    """What a process does: specs from ``path``, what it found to ``result``."""
+    """A process: reads specs from ``path`` and writes its report to ``result``."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     soak = Soak(json.loads(Path(path).read_text()), "cuda:0" if device == "cuda" else device, int(number))
-    start, found = time.monotonic(), {}
+    start, report = time.monotonic(), {}
     try:
         soak.first_pass()
-        found["first_s"] = time.monotonic() - start
+        report["first_s"] = time.monotonic() - start
         # All begin when the slowest has compiled its kernels.
         Path(f"{result}.ready").touch()
         while len(list(Path(path).parent.glob("*.ready"))) < int(os.environ["SOAK_PROCESSES"]):
@@ -187,7 +194,7 @@ def one_process(path: str, device: str, number: str, seconds: str, result: str) 
     except Exception as error:
         soak.wrong.append(f"the process ended with {type(error).__name__}: {error}"[:600])
         Path(f"{result}.ready").touch()
-    Path(result).write_text(json.dumps(found | dict(first=soak.first, wrong=soak.wrong, refused=soak.refused, ways=soak.ways)))
+    Path(result).write_text(json.dumps(report | dict(first=soak.first, wrong=soak.wrong, refused=soak.refused, ways=soak.ways)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -202,7 +209,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=alone, metavar="KIND", help="; ".join(alone))
     options = parser.parse_args(argv)
     kinds = [kind for kind in options.only or alone if options.device == "cuda" or not KINDS[kind].gpu]
-    todo = specs(options.seed, options.calls, options.device, kinds)
+    drawn, have = specs(options.seed, options.calls, options.device, kinds), set(names())
+    todo = [spec for spec in drawn if have.issuperset(spec["needs"])]
+    if len(todo) < len(drawn):
+        missing = sorted({name for spec in drawn for name in spec["needs"]} - have)
+        print(f"LEFT OUT: {len(drawn) - len(todo)} specs that need {', '.join(missing)}")
     random.Random(options.seed).shuffle(todo)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -218,31 +229,31 @@ def main(argv: list[str] | None = None) -> int:
         while any(process.poll() is None for process in started) and time.monotonic() < end:
             for number, process in enumerate(started):
                 if process.poll():
-                    # Those that wait for it go on.
+                    # The processes that wait for it go on.
                     (folder / f"{number}.ready").touch()
             time.sleep(0.05)
-        found = []
-        wrong = []
+        reports, wrong = [], []
         for number, process in enumerate(started):
-            if (folder / str(number)).is_file():
-                found.append(json.loads((folder / str(number)).read_text()))
-                wrong += [f"process {number}: {line}" for line in found[-1]["wrong"][:MOST_LINES]]
-                wrong += [f"process {number}: {len(found[-1]['wrong']) - MOST_LINES} more"] if len(found[-1]["wrong"]) > MOST_LINES else []
-            else:
+            if process.poll() is None:
                 process.kill()
                 process.wait()
+            if not (folder / str(number)).is_file():
                 last = (folder / f"{number}.log").read_text().splitlines()[-6:]
                 wrong.append(f"process {number} ended with {process.returncode}: {' | '.join(last)}")
+                continue
+            reports.append(json.loads((folder / str(number)).read_text()))
+            lines = [f"process {number}: {line}" for line in reports[-1]["wrong"]]
+            wrong += lines[:MOST_LINES] + ([f"process {number}: {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else [])
     for index, spec in enumerate(todo):
-        firsts = {json.dumps(of["first"][index], sort_keys=True) for of in found if index < len(of["first"])}
+        firsts = {json.dumps(report["first"][index], sort_keys=True) for report in reports if report["first"][index]}
         if len(firsts) > 1:
-            wrong.append(f"{spec['name']}: the processes' first passes have other bits than one another")
-    ways = sum((Counter(of["ways"]) for of in found), Counter())
-    firsts_s = ", ".join(f"{of.get('first_s', 0):.0f} s" for of in found)
+            wrong.append(f"{spec['name']}: the first passes of the processes have different bits")
+    ways = sum((Counter(report["ways"]) for report in reports), Counter())
+    firsts_s = ", ".join(f"{report.get('first_s', 0):.0f} s" for report in reports)
     print(f"soak: {options.processes} processes, {options.seconds:.0f} s each on {options.device}, seed {options.seed}: {len(todo)} specs, "
           f"first passes {firsts_s}; {ways.total()} calls: "
           + ", ".join(f"{number} {way}" for way, number in ways.items()))
-    for line in found[0]["refused"] if found else ():
+    for line in reports[0]["refused"] if reports else ():
         print(f"refused: {line}")
     for line in wrong:
         print(f"WRONG: {line}")
