@@ -427,42 +427,13 @@ def test_what_the_rules_allow(path, source):
     assert violations(path, source) == []
 
 
-def follow(module: str, imports: dict[str, set[str]], above: tuple[str, ...], done: set[str]) -> None:
-    """Fails where ``module`` imports itself through others."""
-    assert module not in above, " -> ".join([*above[above.index(module):], module])
-    if module not in done:
-        for target in imports[module]:
-            follow(target, imports, (*above, module), done)
-        done.add(module)
-
-
-def test_no_module_of_pipelines_is_imported_in_a_circle():
-    """In functions and for type checkers neither."""
-    paths = [path for path in package_files() if path.startswith("pipelines/")]
-    modules = {".".join(["ssta", *Path(path).with_suffix("").parts]).removesuffix(".__init__"): path for path in paths}
-    imports: dict[str, set[str]] = {}
-    for module, path in modules.items():
-        source = (ROOT / path).read_text().replace("if TYPE_CHECKING:", "if True:")
-        names = [(of.module, f"{of.module}.{of.name}") for of in imports_of(source, ".".join(["ssta", *Path(path).parts[:-1]]))]
-        imports[module] = {name if name in modules else package for package, name in names if package in modules}
-    done: set[str] = set()
-    for module in modules:
-        follow(module, imports, (), done)
-    assert len(done) > 15 and {"ssta.pipelines.terms", "ssta.pipelines.ranks.parallel"} <= imports["ssta.pipelines.patch.context"]
-
-
-def test_a_circle_is_seen():
-    with pytest.raises(AssertionError, match="b -> c -> b"):
-        follow("a", {"a": {"b"}, "b": {"c"}, "c": {"b"}}, (), set())
-
-
 def test_the_door_of_pipelines_tells_type_checkers_the_same_as_processes():
     from ssta import pipelines
 
     source = (ROOT / "pipelines/__init__.py").read_text()
-    told = {(of.name, of.module) for of in imports_of(source.replace("if TYPE_CHECKING:", "if True:"), "ssta.pipelines")}
-    assert {(name, f"ssta.pipelines{module}") for name, module in pipelines._MODULES.items()} == told - {
-        (of.name, of.module) for of in imports_of(source, "ssta.pipelines")}
+    at_run_time, for_types = ({(imported.name, imported.module) for imported in imports_of(source, "ssta.pipelines", typing=typing)}
+                              for typing in (False, True))
+    assert {(name, f"ssta.pipelines{module}") for name, module in pipelines._MODULES.items()} == for_types - at_run_time
 
 
 PLUGS = [f"ssta.pipelines.plugs.{name}" for name in ("comfy", "comfy_models")]

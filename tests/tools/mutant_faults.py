@@ -352,7 +352,7 @@ FAULTS = (
           ("tests/pipelines/test_progress.py::test_the_first_steps_of_every_pipeline_are_dense[allegro-ddim]",)),
     Fault("nobody is told that a scheduler never moves", "pipelines/schedule/progress.py",
           "else self._waited + 1", "else 1", ("tests/pipelines/test_progress.py::test_a_scheduler_that_nobody_steps_is_told",)),
-    Fault("the library's own family is forgotten with the one in its place", "pipelines/patch/family.py",
+    Fault("the library's own family is forgotten with the one in its place", "pipelines/patch/register.py",
           "        _FAMILIES[model] = own\n", "        del _FAMILIES[model]\n",
           ("tests/pipelines/test_register.py::test_a_family_is_registered_again_and_forgotten",)),
     Fault("exchanged processors are told where all were exchanged", "pipelines/patch/installation.py",
