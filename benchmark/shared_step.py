@@ -19,7 +19,7 @@ from world import Mesh, OnRanks, World, mesh_name
 from ssta import TokenLayout
 from ssta.dense import EXACT
 from ssta.inputs import described
-from ssta.pipelines.patch.family import family_of
+from ssta.pipelines.patch.register import family_of
 from ssta.ranks import Sent
 
 # diffusers' own processors run for hours where they make a mask of every pair of tokens, and are right on several ranks in few families.
