@@ -119,7 +119,7 @@ def test_how_short_key_blocks_are_read(monkeypatch):
         blocks = BlockLists(blocks.counts, blocks.indices, q_block, kv_block, num_kv_blocks=8, **fields)
         q, k, _ = inputs(1, 16, 2, 3, 8, 64, "cpu")
         route = short_blocks.short_route(impl, q, k, blocks, causal, True)
-        return route.forward, (route.copies or route.tiles).name, None if route.copies is None else route.copies.backward.kernels
+        return route.forward, (route.copies or route.tiles).name, None if route.copies is None else route.copies.backward
 
     compacted = ("compacted", "hopper", "hopper")
     assert read() == read(list_heads=1) == read(kv_block=15) == read(impl="hopper") == compacted, "512 rows share a list"
