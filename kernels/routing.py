@@ -160,7 +160,7 @@ class Implementation:
 
 # Best first. On an H200 with 46,080 tokens and 16 heads, all blocks listed, Hopper's kernel takes 21.0 ms with heads of 128 and 13.8 with
 # heads of 64, SDPA at best 26.1 and 17.9 (benchmark/results/kernels_h200.csv and sweep_h200.csv).
-TABLE = (
+TABLE: tuple[Implementation, ...] = (
     Implementation("hopper", "hopper.forward:hopper_forward", "hopper.backward:hopper_backward", _hopper_cannot, _hopper_suits_not,
                    deterministic=True, backward_cannot=_hopper_backward_cannot, outruns_dense=True),
     Implementation("triton", "portable.forward:triton_forward", "portable.backward:triton_backward", _triton_cannot,
@@ -171,7 +171,7 @@ TABLE = (
 # gradients are plain torch's.
 _REFERENCE = Implementation("reference", "reference:reference_attention", "eager.blocks:torch_backward", triton=False)
 _ROWS = {row.name: row for row in (*TABLE, _REFERENCE)}
-IMPLEMENTATIONS = ("auto", "reference", *reversed([row.name for row in TABLE]))
+IMPLEMENTATIONS: tuple[str, ...] = ("auto", "reference", *reversed([row.name for row in TABLE]))
 
 
 def register(row: Implementation, before: str) -> None:
