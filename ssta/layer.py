@@ -182,7 +182,7 @@ class Layer:
         return self.rule(Facts(partial(self.descriptors, tiled), estimates, self.backend, self.spec.config.lambda_))
 
     def descriptors(self, tiled: Tiled) -> tuple[Tensor, Tensor]:
-        """Those of the video tiles of q and k, as ``Facts`` has them."""
+        """The descriptors of query and key tiles; ``Facts`` describes them."""
         config, q_means, k_means = self.spec.config, tiled.q_means, tiled.k_means
         if q_means is None or config.pool_cells is not None:
             q_means = descriptors(tiled.q, self.tiles, config.pool_cells)
