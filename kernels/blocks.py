@@ -14,7 +14,7 @@ from .checks import require_int, require_integers, require_mask, require_values
 
 # Attributes beside the fields, which the package sets on patterns that it makes itself.
 KNOWN = ("_bounds", "_covers")
-# Blocks of a printed picture at most, and what stands for a kept one and for another.
+# The most blocks of a printed picture, and the signs of kept blocks and of others.
 PICTURE = (16, 48)
 KEPT, LEFT_OUT = "#", "."
 TENSORS = ("counts", "indices", "q_offsets", "kv_offsets", "q_lengths", "kv_lengths")

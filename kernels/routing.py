@@ -160,7 +160,7 @@ class Implementation:
 
 # Best first. On an H200 with 46,080 tokens and 16 heads, all blocks listed, Hopper's kernel takes 21.0 ms with heads of 128 and 13.8 with
 # heads of 64, SDPA at best 26.1 and 17.9 (benchmark/results/kernels_h200.csv and sweep_h200.csv).
-TABLE = (
+TABLE: tuple[Implementation, ...] = (
     Implementation("hopper", "hopper.forward:hopper_forward", "hopper.backward:hopper_backward", _hopper_cannot, _hopper_suits_not,
                    deterministic=True, backward_cannot=_hopper_backward_cannot, outruns_dense=True),
     Implementation("triton", "portable.forward:triton_forward", "portable.backward:triton_backward", _triton_cannot,
@@ -171,7 +171,7 @@ TABLE = (
 # gradients are plain torch's.
 _REFERENCE = Implementation("reference", "reference:reference_attention", "eager.blocks:torch_backward", triton=False)
 _ROWS = {row.name: row for row in (*TABLE, _REFERENCE)}
-IMPLEMENTATIONS = ("auto", "reference", *reversed([row.name for row in TABLE]))
+IMPLEMENTATIONS: tuple[str, ...] = ("auto", "reference", *reversed([row.name for row in TABLE]))
 
 
 def register(row: Implementation, before: str) -> None:
@@ -191,24 +191,13 @@ def rows_from(name: str) -> tuple[Implementation, ...]:
     return TABLE[names.index(name):] if name in names else (_ROWS[name],)
 
 
-class Pass(NamedTuple):
-    """One direction of a Route."""
-
-    kernels: str  # a name of TABLE
-    path: str     # "module:function"
-
-    def load(self) -> Callable:
-        """The function, imported when first asked for."""
-        return _load(self)
-
-
 @dataclass(frozen=True)
 class Route:
     """Which kernels run, and why no faster ones. Made by ``choose_route``.
 
     Args:
         name: a row of TABLE, or "reference"; of the forward.
-        forward, backward: which kernels.
+        backward: the row of the backward.
         rejected: (name, reason) of the faster implementations that were not taken; empty where ``impl`` named one.
         device_type: where it runs.
         verdict: what is known of a library's results, or None.
@@ -216,8 +205,7 @@ class Route:
     """
 
     name: str
-    forward: Pass
-    backward: Pass
+    backward: str
     rejected: tuple[tuple[str, str], ...]
     device_type: str
     verdict: str | None = None
@@ -226,12 +214,12 @@ class Route:
     @property
     def in_place(self) -> bool:
         """Whether the forward can write its result over q."""
-        return _ROWS[self.forward.kernels].triton
+        return _ROWS[self.name].triton
 
     @property
     def takes_deterministic(self) -> bool:
         """Whether the backward can give up the order in which it sums."""
-        return _ROWS[self.backward.kernels].deterministic
+        return _ROWS[self.backward].deterministic
 
     @property
     def outruns_dense(self) -> bool:
@@ -256,7 +244,7 @@ class Route:
             ) -> tuple[Tensor, Tensor]:
         """(out, lse), for tensors on the current device, without autocast and gradients. ``in_place``: q is given away, and out takes its
         memory where the kernels can do that."""
-        forward = self.forward.load()
+        forward = load(self.name, _ROWS[self.name].forward)
         if in_place and self.in_place:
             return forward(q, k, v, blocks, scale, causal, in_place=True)
         return forward(q, k, v, blocks, scale, causal)
@@ -266,13 +254,13 @@ class Route:
                      ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv), likewise. ``in_place``: dout is given away, and dq takes its memory where the kernels can do that."""
         order = (deterministic,) if self.takes_deterministic else ()
-        backward = self.backward.load()
-        if in_place and _ROWS[self.backward.kernels].triton:
+        backward = load(self.backward, _ROWS[self.backward].backward)
+        if in_place and _ROWS[self.backward].triton:
             return backward(dout, dlse, q, k, v, out, lse, blocks, scale, causal, *order, in_place=True)
         return backward(dout, dlse, q, k, v, out, lse, blocks, scale, causal, *order)
 
     def __str__(self) -> str:
-        return self.name if self.backward.kernels == self.name else f"{self.name}, backward {self.backward.kernels}"
+        return self.name if self.backward == self.name else f"{self.name}, backward {self.backward}"
 
 
 def choose_route(
@@ -331,21 +319,21 @@ def decide(name: str, problem: Problem) -> Route:
         if not reason:
             break
         backward_rejected.append((backward.name, reason))
-    return Route(row.name, Pass(row.name, row.forward), Pass(backward.name, backward.backward), tuple(rejected), problem.where.device_type,
-                 row.verdict(problem), tuple(backward_rejected))
+    return Route(row.name, backward.name, tuple(rejected), problem.where.device_type, row.verdict(problem), tuple(backward_rejected))
 
 
 _decided = lru_cache(maxsize=1024)(decide)
 
 
 @lru_cache
-def _load(chosen: Pass) -> Callable:
-    if _ROWS[chosen.kernels].triton:
+def load(name: str, path: str) -> Callable:
+    """The function at a path of the row ``name``, imported when first asked for."""
+    if _ROWS[name].triton:
         try:
             import triton  # noqa: F401
         except ImportError as error:
-            raise ImportError(f"impl={chosen.kernels!r} requires triton: pip install triton, or choose impl='torch'") from error
-    module, function = chosen.path.split(":")
+            raise ImportError(f"impl={name!r} requires triton: pip install triton, or choose impl='torch'") from error
+    module, function = path.split(":")
     return getattr(import_module(f".{module}", __package__), function)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -178,12 +179,10 @@ class Layer:
     def score(self, tiled: Tiled, estimates: BlockEstimates | None) -> Tensor:
         """How much each video tile wants each of the keys'; of layers that choose."""
         assert self.rule is not None, "the layer attends to fixed tiles"
-        config = self.spec.config
-        means = (None, None) if config.scored_by == "error" else self.descriptors(tiled)
-        return self.rule(Facts(*means, estimates, self.backend, config.lambda_))
+        return self.rule(Facts(partial(self.descriptors, tiled), estimates, self.backend, self.spec.config.lambda_))
 
     def descriptors(self, tiled: Tiled) -> tuple[Tensor, Tensor]:
-        """Those of the video tiles of q and k, as ``Facts`` has them."""
+        """The descriptors of query and key tiles; ``Facts`` describes them."""
         config, q_means, k_means = self.spec.config, tiled.q_means, tiled.k_means
         if q_means is None or config.pool_cells is not None:
             q_means = descriptors(tiled.q, self.tiles, config.pool_cells)

@@ -22,15 +22,14 @@ class Facts(NamedTuple):
     """What a rule may know of a layer's tiles: N video tiles of queries, K of keys.
 
     Attributes:
-        q_means, k_means: the descriptors of query and key tiles, float32 ``[B, H, N, C]`` and ``[B, Hkv, K, C]``; H = Hkv = 1 where heads
-            share a pattern. None for "error", which has no descriptors.
+        means: gives the descriptors of query and key tiles, float32 ``[B, H, N, C]`` and ``[B, Hkv, K, C]``; H = Hkv = 1 where heads share
+            a pattern.
         estimate: of what will not be computed; None where it is dropped.
         backend: the kernels, ``backend.score`` and ``backend.error_scores`` among them.
         lambda_: the configuration's.
     """
 
-    q_means: Tensor | None
-    k_means: Tensor | None
+    means: Callable[[], tuple[Tensor, Tensor]]
     estimate: BlockEstimates | None
     backend: Backend
     lambda_: float
@@ -44,8 +43,8 @@ def _error(facts: Facts) -> Tensor:
 
 # By the names of ``sampling_type``, which ``config.SAMPLING_TYPES`` lists.
 RULES: dict[str, Callable[[Facts], Tensor]] = {
-    "similarity": lambda facts: facts.backend.score(facts.q_means, facts.k_means, None),
-    "importance": lambda facts: facts.backend.score(facts.q_means, facts.k_means, facts.lambda_),
+    "similarity": lambda facts: facts.backend.score(*facts.means(), None),
+    "importance": lambda facts: facts.backend.score(*facts.means(), facts.lambda_),
     "error": _error,
 }
 
@@ -55,7 +54,7 @@ def rule_of(config: SSTAConfig) -> Callable[[Facts], Tensor]:
     scored_by = config.scored_by
     if isinstance(scored_by, str):
         return RULES[scored_by]
-    return lambda facts: facts.backend.score_by(scored_by, facts.q_means, facts.k_means)
+    return lambda facts: facts.backend.score_by(scored_by, *facts.means())
 
 
 def descriptors(x: Tensor, layout: TileLayout, adaptive_pool: tuple[int, int, int] | None = None) -> Tensor:
