@@ -51,11 +51,6 @@ class Facts:
         if k_means is None or config.pool_cells is not None:
             k_means = descriptors(k, layer.kv_tiles, config.pool_cells)
         if config.mask_share_within_head:
-            if layer.spec.peers is not None:
-                from .ranks.shards import all_heads
-
-                # The heads themselves and not their sums, so that the means are the same bits on all ranks and in one process.
-                q_means, k_means = all_heads(layer.spec.peers, q_means, k_means)
             q_means, k_means = q_means.mean(1, keepdim=True), k_means.mean(1, keepdim=True)
         return q_means, k_means
 

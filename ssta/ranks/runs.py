@@ -20,10 +20,11 @@ def deal(total: int, ranks: int) -> tuple[int, ...]:
 
 @remember_plain
 def dealt(total: int, key_heads: int, ranks: int) -> tuple[int, ...]:
-    """How many of ``total`` heads each rank has; see ``Shares.deal_heads``."""
+    """How many of ``total`` heads each rank has; see ``Shards.deal_heads``."""
     if key_heads < ranks:
         what = "heads" if key_heads == total else "key heads"
-        raise ValueError(f"group must have at most as many ranks as there are {what}, got {ranks} ranks and {key_heads} {what}")
+        raise ValueError(f"group must have at most as many ranks as there are {what}, got {ranks} ranks and {key_heads} {what}; "
+                         f"take at most {key_heads} ranks, which is ulysses_degree in diffusers")
     if total % key_heads:
         raise ValueError(f"query's heads must be a multiple of key's {key_heads}, got {total}")
     return tuple([count * (total // key_heads) for count in deal(key_heads, ranks)])
@@ -52,7 +53,7 @@ class RunPlace(NamedTuple):
 
 
 class HeldTokens(NamedTuple):
-    """What ranks hold of a sequence; see ``Shares``."""
+    """What ranks hold of a sequence; see ``Shards``."""
 
     places: tuple[RunPlace, ...]
     length: int
