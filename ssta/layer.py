@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from .kernels import BlockLists, Deferred, PatternFacts, Route, choose_backend, 
 from .kernels.memo import remember
 from .layout import Input, checked_layout
 from .result import ExactMass, LayerResult, Tape
-from .scoring import Facts, rule_of, tile_means
+from .scoring import Facts, descriptors, rule_of, tile_means
 from .selection import Left, Selection, fixed_tiles, text_lengths
 from .spec import LayerSpec
 from .text import TextMask
@@ -72,7 +73,10 @@ class Layer:
         self.fixed = fixed_tiles(self.tiles, self.kv_tiles, config.window, config.selected_by)
         # The steps that this layer has, as values: a layer without a choice has no rule, one that drops what it leaves out no estimate.
         self.rule = rule_of(config) if spec.chooses else None
-        self.budget = budget_of(config, self) if spec.chooses else None
+        self.budget = None
+        if spec.chooses:
+            grids = tuple(zip(map(prod, self.tiles.tile_grids), self.fixed.window))
+            self.budget = budget_of(config, grids, self.kv_tiles.num_video_tiles, device)
         self.estimates = spec.estimates
         self.room = spec.room
         # As the steps "estimate" and "combine" take them.
@@ -143,7 +147,20 @@ class Layer:
     def score(self, tiled: Tiled, estimates: BlockEstimates | None) -> Tensor:
         """How much each video tile wants each of the keys'; of layers that choose."""
         assert self.rule is not None, "the layer attends to fixed tiles"
-        return self.rule(Facts(tiled, estimates, self))
+        config = self.spec.config
+        means = (None, None) if config.scored_by == "error" else self.descriptors(tiled)
+        return self.rule(Facts(*means, estimates, self.backend, config.lambda_))
+
+    def descriptors(self, tiled: Tiled) -> tuple[Tensor, Tensor]:
+        """Those of the video tiles of q and k, as ``Facts`` has them."""
+        config, q_means, k_means = self.spec.config, tiled.q_means, tiled.k_means
+        if q_means is None or config.pool_cells is not None:
+            q_means = descriptors(tiled.q, self.tiles, config.pool_cells)
+        if k_means is None or config.pool_cells is not None:
+            k_means = descriptors(tiled.k, self.kv_tiles, config.pool_cells)
+        if config.mask_share_within_head:
+            q_means, k_means = q_means.mean(1, keepdim=True), k_means.mean(1, keepdim=True)
+        return q_means, k_means
 
     def left(self, text_mask: TextMask | Tensor | None) -> Left:
         """What a mask leaves of the keys' dense runs."""

@@ -6,8 +6,7 @@ A rule is a function of ``Facts`` that gives scores, and a row of RULES; ``SSTAC
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,55 +15,37 @@ if TYPE_CHECKING:
     from .config import SSTAConfig
     from .kernels import Backend
     from .kernels.tail import BlockEstimates
-    from .layer import Layer, Tiled
     from .layout import TileLayout
 
 
-class Facts:
+class Facts(NamedTuple):
     """What a rule may know of a layer's tiles: N video tiles of queries, K of keys.
 
-    Args:
-        tiled: q, k and v in the order of the tiles.
-        estimates: of what will not be computed; None where it is dropped.
-        layer: whose tiles they are.
-
     Attributes:
+        q_means, k_means: the descriptors of query and key tiles, float32 ``[B, H, N, C]`` and ``[B, Hkv, K, C]``; H = Hkv = 1 where heads
+            share a pattern. None for "error", which has no descriptors.
+        estimate: of what will not be computed; None where it is dropped.
         backend: the kernels, ``backend.score`` and ``backend.error_scores`` among them.
         lambda_: the configuration's.
-        estimates: as given.
     """
 
-    def __init__(self, tiled: Tiled, estimates: BlockEstimates | None, layer: Layer) -> None:
-        self.backend: Backend = layer.backend
-        self.lambda_: float = layer.spec.config.lambda_
-        self.estimates = estimates
-        self._tiled, self._layer = tiled, layer
-
-    @cached_property
-    def means(self) -> tuple[Tensor, Tensor]:
-        """The descriptors of query and key tiles: float32 ``[B, H, N, C]`` and ``[B, Hkv, K, C]``; H = Hkv = 1 where heads share a
-        pattern."""
-        (q, k, _, q_means, k_means, _), layer = self._tiled, self._layer
-        config = layer.spec.config
-        if q_means is None or config.pool_cells is not None:
-            q_means = descriptors(q, layer.tiles, config.pool_cells)
-        if k_means is None or config.pool_cells is not None:
-            k_means = descriptors(k, layer.kv_tiles, config.pool_cells)
-        if config.mask_share_within_head:
-            q_means, k_means = q_means.mean(1, keepdim=True), k_means.mean(1, keepdim=True)
-        return q_means, k_means
+    q_means: Tensor | None
+    k_means: Tensor | None
+    estimate: BlockEstimates | None
+    backend: Backend
+    lambda_: float
 
 
 def _error(facts: Facts) -> Tensor:
-    estimates = facts.estimates
-    assert estimates is not None, "SSTAConfig wants a compensation for this rule"
-    return facts.backend.error_scores(estimates.mass, estimates.half_variance, estimates.log_count, estimates.parts)
+    estimate = facts.estimate
+    assert estimate is not None, "SSTAConfig wants a compensation for this rule"
+    return facts.backend.error_scores(estimate.mass, estimate.half_variance, estimate.log_count, estimate.parts)
 
 
-# By the names of ``sampling_type``.
+# By the names of ``sampling_type``, which ``config.SAMPLING_TYPES`` lists.
 RULES: dict[str, Callable[[Facts], Tensor]] = {
-    "similarity": lambda facts: facts.backend.score(*facts.means, None),
-    "importance": lambda facts: facts.backend.score(*facts.means, facts.lambda_),
+    "similarity": lambda facts: facts.backend.score(facts.q_means, facts.k_means, None),
+    "importance": lambda facts: facts.backend.score(facts.q_means, facts.k_means, facts.lambda_),
     "error": _error,
 }
 
@@ -72,7 +53,9 @@ RULES: dict[str, Callable[[Facts], Tensor]] = {
 def rule_of(config: SSTAConfig) -> Callable[[Facts], Tensor]:
     """What ``config.scored_by`` stands for: ``facts -> float32 [B, H, N, K]``, higher is better; H = 1 where heads share."""
     scored_by = config.scored_by
-    return RULES[scored_by] if isinstance(scored_by, str) else lambda facts: facts.backend.score_by(scored_by, *facts.means)
+    if isinstance(scored_by, str):
+        return RULES[scored_by]
+    return lambda facts: facts.backend.score_by(scored_by, facts.q_means, facts.k_means)
 
 
 def descriptors(x: Tensor, layout: TileLayout, adaptive_pool: tuple[int, int, int] | None = None) -> Tensor:

@@ -13,13 +13,11 @@ from torch import Tensor
 from ..kernels import Deferred
 from ..kernels.memo import remember_plain
 from ..kernels.operators import differentiable_once
-from .runs import RunPlace
+from .runs import RunPlace, SharedSequence
 from .world import in_graph
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from .shards import Shards
 
 # For each of several tensors, how many heads each rank has.
 Deals = tuple[tuple[int, ...], ...]
@@ -37,7 +35,7 @@ class Incoming:
         graph: whether it is a step of a graph.
     """
 
-    def __init__(self, shards: Shards, xs: Sequence[Tensor | Deferred], deals: Deals, graph: bool) -> None:
+    def __init__(self, shards: SharedSequence, xs: Sequence[Tensor | Deferred], deals: Deals, graph: bool) -> None:
         self._own, self._graph = [counts[shards.rank] for counts in deals], graph
         deferred = xs[0] if isinstance(xs[0], Deferred) else None
         tensors = [x for x in xs if isinstance(x, Tensor)]
@@ -77,12 +75,12 @@ class Incoming:
         assert self._buffer is not None
         return self._buffer if place.length == len(self._buffer) else self._buffer.narrow(0, place.start, place.length)
 
-    def _exchange(self, shards: Shards, xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace) -> Collective:
+    def _exchange(self, shards: SharedSequence, xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace) -> Collective:
         comes = [count * prod(self._width) for count in place.held]
         return Collective(shards.group, _sent(xs, deals, place, shards, self._graph), comes, self._goes(shards, deals, place),
                           self._graph, None if self._buffer is None else self._into(place))
 
-    def _goes(self, shards: Shards, deals: Deals, place: RunPlace) -> list[int]:
+    def _goes(self, shards: SharedSequence, deals: Deals, place: RunPlace) -> list[int]:
         return [place.held[shards.rank] * self._width[0] * total * self._width[2] for total in _totals(deals)]
 
     @property
@@ -135,7 +133,7 @@ class Batch:
         self._tensors = []
 
 
-def send_tokens(shards: Shards, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
+def send_tokens(shards: SharedSequence, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
     """Each ``[B, H_r, S, D]`` -> ``[B, H, S_r, D]`` in one exchange. Of whole runs ``gather`` has the heads of all ranks; without it other
     ranks' heads are zeros."""
     places = tuple([place for place in shards.places if place.shared or gather])
@@ -160,7 +158,7 @@ def _packet_spans(places: tuple[RunPlace, ...], ranks: int) -> tuple[tuple[int, 
     return tuple([(place.start + (sum(place.held[:to]) if place.shared else 0), place.held[to]) for to in range(ranks) for place in places])
 
 
-def _returned(shards: Shards, packets: Tensor, deals: Deals, places: Sequence[RunPlace]) -> list[Tensor]:
+def _returned(shards: SharedSequence, packets: Tensor, deals: Deals, places: Sequence[RunPlace]) -> list[Tensor]:
     """Packets ``[tokens of all, B, own heads of all tensors, D]`` -> each tensor's ``[B, own tokens of places, H, D]``."""
     rank, totals, (_, batch, width, dim) = shards.rank, _totals(deals), packets.shape
     graph = in_graph(packets)
@@ -195,7 +193,7 @@ def _in_words(*xs: Tensor, graph: bool) -> tuple[Tensor, ...]:
     return tuple([x.view(torch.complex128) for x in xs])
 
 
-def _with_own_heads(shards: Shards, out: Tensor, x: Tensor, own: tuple[int, ...]) -> Tensor:
+def _with_own_heads(shards: SharedSequence, out: Tensor, x: Tensor, own: tuple[int, ...]) -> Tensor:
     """``[B, shared tokens of S_r, H, D]`` with the whole runs of x ``[B, H_r, S, D]`` in their places, zeros in other ranks' heads."""
     rank, at = shards.rank, 0
     parts: list[Tensor] = []
@@ -209,7 +207,7 @@ def _with_own_heads(shards: Shards, out: Tensor, x: Tensor, own: tuple[int, ...]
     return torch.cat(parts, 1)
 
 
-def _sum_tokens(shards: Shards, x: Tensor, own: tuple[int, ...]) -> Tensor:
+def _sum_tokens(shards: SharedSequence, x: Tensor, own: tuple[int, ...]) -> Tensor:
     """``[B, H, S_r, D]`` -> ``[B, H_r, S, D]`` in one exchange; what ranks have of a whole run is summed, rank after rank."""
     held, width = shards.local_length, (x.shape[0], own[shards.rank], x.shape[3])
     comes, goes = [count * prod(width) for count in shards.lengths], [held * width[0] * count * width[2] for count in own]
@@ -265,7 +263,7 @@ def _even(deals: Deals) -> bool:
     return all([len({*counts}) == 1 for counts in deals])
 
 
-def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace, shards: Shards, graph: bool) -> Tensor:
+def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace, shards: SharedSequence, graph: bool) -> Tensor:
     """A shared run's packets, flat. What is deferred the kernel writes there at once; each rank has as many heads of it."""
     x, held = xs[0], place.held[shards.rank]
     if not isinstance(x, Deferred):
@@ -311,7 +309,7 @@ class Collective:
 
 class ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shards: Shards, deals: Deals, arrival: Incoming | None, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, shards: SharedSequence, deals: Deals, arrival: Incoming | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.shards, ctx.deals = shards, deals
         arrived = (arrival or Incoming(shards, xs, deals, in_graph(*xs))).wait()
         return (arrived,) if len(xs) == 1 else arrived
@@ -324,7 +322,7 @@ class ToHeads(torch.autograd.Function):
 
 class ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shards: Shards, deal: tuple[int, ...], x: Tensor) -> Tensor:
+    def forward(ctx, shards: SharedSequence, deal: tuple[int, ...], x: Tensor) -> Tensor:
         ctx.shards, ctx.deal = shards, deal
         return send_tokens(shards, (x,), (deal,), gather=True)[0]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..checks import require_choice
 from ..kernels.memo import remember_plain
 from ..sequence import TokenLayout, VideoGrid, require_layout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 SPLITS = ("video", "all")
 
@@ -53,7 +56,7 @@ class RunPlace(NamedTuple):
 
 
 class HeldTokens(NamedTuple):
-    """What ranks hold of a sequence; see ``Shards``."""
+    """What ranks hold of a sequence; see ``SharedSequence``."""
 
     places: tuple[RunPlace, ...]
     length: int
@@ -69,6 +72,34 @@ def held_by(runs: tuple[Run, ...], ranks: int, rank: int) -> HeldTokens:
         places.append(RunPlace(run.length, run.shared, start, local, held))
         start, local = start + run.length, local + held[rank]
     return HeldTokens(tuple(places), start, tuple([sum(held) for held in zip(*[place.held for place in places])]), local)
+
+
+@dataclass(frozen=True)
+class SharedSequence:
+    """One sequence of S tokens and the ranks that share it out.
+
+    Attributes:
+        runs: the sequence. A rank's own sequence consists of its share of each shared run and of each whole run, in the order of runs.
+        ranks, rank: how many there are, and which this process is.
+        group: the ranks.
+        places: where the runs lie.
+        length: S.
+        lengths: the tokens that each rank holds.
+        local_length: the tokens of this rank, S_r.
+    """
+
+    runs: tuple[Run, ...]
+    ranks: int
+    rank: int
+    group: ProcessGroup
+    places: tuple[RunPlace, ...] = field(init=False, repr=False, compare=False)
+    length: int = field(init=False, repr=False, compare=False)
+    lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    local_length: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, value in zip(HeldTokens._fields, held_by(self.runs, self.ranks, self.rank)):
+            object.__setattr__(self, name, value)
 
 
 def runs_of(layout: TokenLayout, split: str) -> tuple[Run, ...]:

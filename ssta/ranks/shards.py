@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
@@ -13,40 +12,16 @@ from ..sequence import TokenLayout
 from .agreement import agree, refuse
 from .exchange import Deals, Incoming, ToHeads, ToTokens, send_tokens
 from .group import resolve_group
-from .runs import HeldTokens, Run, RunPlace, dealt, held_by, runs_of
+from .runs import SharedSequence, dealt, runs_of
 from .world import in_graph, recorded
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
 
-@dataclass(frozen=True)
-class Shards:
-    """How the ranks of a group share one sequence of S tokens out. Made by ``Shards.of``. Lengths are known on the host, so no collective
-    carries a size and nothing waits for the device.
-
-    Attributes:
-        runs: the sequence. A rank's own sequence consists of its share of each shared run and of each whole run, in the order of runs.
-        ranks, rank: how many there are, and which this process is.
-        group: the ranks.
-        places: where the runs lie.
-        length: S.
-        lengths: the tokens that each rank holds.
-        local_length: the tokens of this rank, S_r.
-    """
-
-    runs: tuple[Run, ...]
-    ranks: int
-    rank: int
-    group: ProcessGroup
-    places: tuple[RunPlace, ...] = field(init=False, repr=False, compare=False)
-    length: int = field(init=False, repr=False, compare=False)
-    lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    local_length: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        for name, value in zip(HeldTokens._fields, held_by(self.runs, self.ranks, self.rank)):
-            object.__setattr__(self, name, value)
+class Shards(SharedSequence):
+    """How the ranks of a group share one sequence of S tokens out; see ``SharedSequence``. Made by ``Shards.of``. Lengths are known on the
+    host, so no collective carries a size and nothing waits for the device."""
 
     @classmethod
     def of(cls, group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, split: str = "video") -> Shards:

@@ -14,8 +14,9 @@ from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from oracles import assert_as_exact_as_torch
 
 from ssta import SSTAConfig, TokenLayout, VideoGrid, explain, ssta_attention
-from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention, cudnn_check
-from ssta.kernels import cudnn_package as package
+from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention
+from ssta.kernels.cudnn import check as cudnn_check
+from ssta.kernels.cudnn import package
 from ssta.kernels.op import RecordedAttention
 from ssta.kernels.routing import LONG_BLOCKS, Pass, Problem, Route, Where, decide
 

@@ -353,7 +353,21 @@ class Late:
 
     def wait(self):
         self.steps.append(self.name)
-        return self.x.clone()
+        x = self.x.clone()
+        self.arrived = weakref.ref(x)
+        return x
+
+
+def test_what_has_arrived_is_gone_once_it_is_in_tiles():
+    q, k, v = inputs()
+    late = [Late(name, x, []) for name, x in zip("qkv", (q, k, v))]
+
+    class Moved(Layer):
+        def means(self, tiled):
+            assert [of.arrived() for of in late] == [None] * 3
+            return super().means(tiled)
+
+    Moved(layer_of(q, k, LAYOUT, config_of("estimate")).spec).run(*late)
 
 
 def arriving(layer, steps, *sent):
@@ -422,7 +436,7 @@ class Copied(Late):
 
     def __init__(self, name, x, steps):
         super().__init__(name, x, steps)
-        self.stream = torch.cuda.Stream()
+        self.memory, self.stream = torch.full_like(x, float("nan")), torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(1_000_000)

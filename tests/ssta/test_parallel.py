@@ -1,5 +1,7 @@
 """Attention over several ranks: gloo processes on the CPU, each number of which is started once and runs all cases of parallel_cases."""
 
+import weakref
+
 import parallel_cases
 import pytest
 import torch
@@ -99,6 +101,16 @@ def projections(shards, batch, heads, dim, across_heads, dtype=torch.float16):
 
     held = [place.held[shards.rank] for place in shards.places]
     return Deferred((of(held[0] - 3, True), of(3, True), *[of(tokens, False) for tokens in held[1:]]))
+
+
+@pytest.mark.parametrize("layout", [TokenLayout((VideoGrid(1, 5, 3), DenseRun(4))), TokenLayout((VideoGrid(1, 5, 3), VideoGrid(1, 2, 4)))])
+def test_what_has_arrived_is_the_callers_alone(monkeypatch, layout):
+    monkeypatch.setattr(exchange, "Collective", Still)
+    monkeypatch.setattr(exchange, "Batch", lambda group, rank, runs: Still(group, runs[0][0], (), (), False, runs[0][2]))
+    held = shards(2, 0, layout)
+    incoming = exchange.Incoming(held, (torch.zeros(1, 2, held.local_length, 8),), ((1, 1),), graph=False)
+    buffer = weakref.ref(incoming.wait().untyped_storage())
+    assert buffer() is None
 
 
 @pytest.mark.parametrize("across_heads", [False, True])

@@ -101,9 +101,9 @@ def packed(rank, ranks):
     """Where the kernel of norms and RoPE runs it writes what is sent: q and k, and v where its streams are joined."""
     real, written = norm_rope_kernel.materialize, []
 
-    def noted(projection, out, order=None):
+    def noted(x, out, *rest):
         written.append(out.dim())
-        real(projection, out, order)
+        real(x, out, *rest)
 
     for name, packets in (("wan", 2 * [2]), ("hunyuan_video", [3, 2])):
         model, call = tiny(name, (2, 6, 8))
