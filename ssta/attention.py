@@ -43,7 +43,7 @@ def attend(
         note: on ranks, called when "arrived" is launched, after which a rank has its heads, and when "attended" is, before they go back.
     """
     query, key, value = in_autocast(query, key, value)
-    options = dict(kv_layout=kv_layout, scale=scale, deterministic=deterministic, impl=impl, means=means, by_thw=by_thw)
+    options: dict[str, Any] = dict(kv_layout=kv_layout, scale=scale, deterministic=deterministic, impl=impl, means=means, by_thw=by_thw)
     if shards is not None:
         return attend_on_ranks(query, key, value, layout, config, shards, text_mask=text_mask, selection=selection, note=note, **options)
     world = world_of(query, key, value, text_mask)

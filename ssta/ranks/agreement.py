@@ -1,4 +1,4 @@
-"""That all ranks were given the same. What a rank says it leaves in its group's store, where the others read it.
+"""Facts that all ranks of a group must have alike. Each rank leaves its facts in the group's store, where the others read them.
 
 No collective is part of it, because a rank that repeats a call does not compare, and goes into its exchange instead.
 """
@@ -35,11 +35,11 @@ AgreedFacts = tuple[tuple[str, object], ...]
 
 
 class Message(NamedTuple):
-    """What one rank tells the others.
+    """A rank's answer to the others.
 
     Attributes:
         error: "TypeError" or "ValueError" and its text; None where nothing is wrong.
-        facts: what must be the same on all ranks, by name.
+        facts: by name, as ``told`` writes them.
     """
 
     error: tuple[str, str] | None
@@ -80,7 +80,7 @@ def agree(group: ProcessGroup, facts: dict[str, object]) -> None:
     all others. Afterwards, in a graph and in its capture, no rank waits.
 
     Args:
-        facts: what must be the same on all ranks, by name, as ``check_ranks`` takes it; values that can be hashed.
+        facts: by name, as ``check_ranks`` takes them; their values can be hashed.
 
     Raises:
         TypeError, ValueError: facts that differ, and what another rank refused; on all ranks.
@@ -98,7 +98,7 @@ def agree(group: ProcessGroup, facts: dict[str, object]) -> None:
 
 
 def refuse(group: ProcessGroup, error: TypeError | ValueError) -> NoReturn:
-    """Raises what is wrong on this rank, and says it to ranks that come to compare. It waits for none: others that repeat a call do not."""
+    """Raises this rank's error, and leaves it for ranks that come to compare. It waits for no rank: others may repeat a call."""
     if not may_wait():
         raise error
     message = Message(("TypeError" if isinstance(error, TypeError) else "ValueError", str(error)), {})
@@ -107,7 +107,7 @@ def refuse(group: ProcessGroup, error: TypeError | ValueError) -> NoReturn:
 
 
 def said_to(group: ProcessGroup | DeviceMesh, make: Callable[[], Made]) -> Made:
-    """What ``make`` gives; what it raises is said to the ranks of ``group``, as ``refuse`` does."""
+    """The result of ``make``; its errors are left for the ranks of ``group``, as ``refuse`` does."""
     try:
         return make()
     except (TypeError, ValueError) as error:
@@ -115,8 +115,7 @@ def said_to(group: ProcessGroup | DeviceMesh, make: Callable[[], Made]) -> Made:
 
 
 def _compare(group: ProcessGroup, facts: dict[str, object], known: Iterable[AgreedFacts] = ()) -> None:
-    """Waits for what all ranks say, and raises on every one of them what is wrong on one, or facts that are not the same. ``known``: what
-    they agreed on before."""
+    """Waits for the facts of all ranks. One rank's error, or facts that differ, are raised on every rank. ``known``: agreed on before."""
     messages = _received(group, _send(group, Message(None, {name: told(value) for name, value in facts.items()})),
                          lambda: _differences(facts, known))
     for rank, message in enumerate(messages):

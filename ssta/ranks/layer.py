@@ -83,7 +83,7 @@ def enter(query: Any, key: Any, value: Any, layout: TokenLayout, config: SSTACon
         options: as ``inputs.described`` takes them.
 
     Raises:
-        TypeError, ValueError: what is wrong here or on another rank, and what the ranks were not given alike.
+        TypeError, ValueError: a mistake here or on another rank, or facts in which the ranks differ.
     """
     try:
         spec = described(query, key, value, layout, config, text_mask=text_mask, recorded=world_of(query, key, value, text_mask).recorded,

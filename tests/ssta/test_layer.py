@@ -358,22 +358,29 @@ class Late:
         return x
 
 
-def test_what_has_arrived_is_gone_once_it_is_in_tiles():
-    q, k, v = inputs()
-    late = [Late(name, x, []) for name, x in zip("qkv", (q, k, v))]
-
-    class Moved(Layer):
-        def means(self, tiled):
-            assert [of.arrived() for of in late] == [None] * 3
-            return super().means(tiled)
-
-    Moved(layer_of(q, k, LAYOUT, config_of("estimate")).spec).run(*late)
-
-
 def arriving(layer, steps, *sent):
     """``sent``, q, k and v, as one rank's exchange gives them to a layer."""
     shards = Shards((Run(layer.spec.layout.length, True),), 1, 0, None)
     return partial(Exchange(shards, layer.spec, list(sent), steps.append).tiled, layer)
+
+
+def test_what_has_arrived_is_gone_once_it_is_in_tiles():
+    """And tiles are gone where the result leaves them."""
+    q, k, v = inputs()
+    late, tiles = [Late(name, x, []) for name, x in zip("qkv", (q, k, v))], []
+
+    class Moved(Layer):
+        def means(self, tiled):
+            assert [x.arrived() for x in late] == [None] * 3
+            tiles.extend(map(weakref.ref, (tiled.q, tiled.k, tiled.v)))
+            return super().means(tiled)
+
+        def take(self, out):
+            assert [x() for x in tiles] == [None] * 3
+            return super().take(out)
+
+    layer = Moved(layer_of(q, k, LAYOUT, config_of("estimate")).spec)
+    layer.run(arriving(layer, [], *late))
 
 
 @pytest.mark.parametrize("name", ["topk", "estimate", "threshold"])
