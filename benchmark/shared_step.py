@@ -18,7 +18,7 @@ from world import OnRanks, World
 
 from ssta import TokenLayout
 from ssta.dense import EXACT
-from ssta.pipelines.patch.family import family_of
+from ssta.pipelines.patch.register import family_of
 from ssta.ranks import Sent
 from ssta.ranks.layer import enter
 

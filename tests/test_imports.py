@@ -20,12 +20,14 @@ FLOORS = {"ssta": "ssta", "kernels": "ssta.kernels", "pipelines": "ssta.pipeline
 MAY_IMPORT = {"eager": (), "lowering": (), **dict.fromkeys(("portable", "hopper", "prologue"), ("lowering",)),
               "cudnn": ("lowering", "routing", "portable")}
 # A room of pipelines/ -> what of the others it may import: rooms, or modules of theirs.
-ROOMS = {"schedule": (), "ranks": ("patch.call", "patch.family"),
-         "patch": ("schedule", "ranks", "families.PLACES"),
-         "families": ("patch", "schedule", "ranks"), "plugs": ("schedule", "patch.report"),
-         "evaluation": ("patch", "schedule", "require_diffusers"), "training": ("patch", "schedule")}
+ROOMS = {"schedule": (), "terms": ("schedule",), "ranks": ("terms",),
+         "patch": ("terms", "schedule", "ranks", "families.PLACES"),
+         "families": ("terms", "patch", "schedule", "ranks"), "plugs": ("schedule", "patch.report"),
+         "evaluation": ("patch", "schedule", "require_diffusers"), "training": ("terms", "patch", "schedule")}
 # Rooms that run without diffusers.
-WITHOUT_DIFFUSERS = ("schedule", "plugs")
+WITHOUT_DIFFUSERS = ("schedule", "terms", "plugs")
+# Modules that processes need only where several ranks share a model.
+OF_RANKS = ("ssta.pipelines.ranks.parallel", "diffusers.hooks")
 # At the top, what runs the implementations and is therefore imported by none of these folders; and the specification.
 ABOVE = ("attention", "backend", "op", "routing", "reference")
 # Where Triton is imported when a file is loaded.
@@ -46,7 +48,6 @@ LENT = {
     "ssta.kernels.lowering.arguments": ("view",),
     "ssta.kernels.lowering.chunks": ("block_lists", "kv_partition", "q_partition"),
     "ssta.kernels.lowering.inputs": ("strided", "tma_ok"),
-    "ssta.kernels.lowering.outputs": ("empty_outputs",),
     "ssta.kernels.lowering.primitives": ("LN2", "LOG2E", "block_bounds", "finish_softmax", "finite_or_zero", "gather_rows", "load_rows",
                                          "merged_lse", "of_head", "own_rows", "part_weights", "row_of_lists", "softmax_step", "store_rows",
                                          "tanh"),
@@ -166,6 +167,8 @@ def violations(path: str, source: str) -> list[str]:
             taken = f"{target}.{imported.name}".removeprefix(f"{floor}.")
             if not any(is_in(taken, allowed) for allowed in (below[0], *ROOMS[below[0]])):
                 found.append(f"{below[0]} imports {taken}")
+        if path != "pipelines/ranks/parallel.py" and imported.at_load and any(is_in(target, module) for module in OF_RANKS):
+            found.append(f"{target} is imported where several ranks are used, not when the file is loaded")
         if floor == "ssta" and is_in(target, "ssta.pipelines"):
             found.append("ssta knows nothing of pipelines")
         if floor != "ssta.interfaces" and is_in(target, "ssta.interfaces"):
@@ -375,13 +378,18 @@ def test_file_keeps_the_import_rules(path):
     ("pipelines/patch/streams.py", "from ssta.kernels.prologue.projection import Projection"),
     ("pipelines/evaluation/quality.py", "import lpips"),
     ("pipelines/patch/report.py", "def f():\n    from ..evaluation.quality import psnr"),
-    ("pipelines/patch/family.py", "from ..families.wan import WAN"),
+    ("pipelines/patch/register.py", "from ..families.wan import WAN"),
+    ("pipelines/patch/context.py", "from ..ranks.parallel import Parallelism"),
+    ("pipelines/ranks/split.py", "from diffusers.hooks.sea_cache import SeaCacheConfig"),
+    ("pipelines/ranks/after_gather.py", "def f():\n    from ..patch.context import ModelContext"),
+    ("pipelines/terms.py", "from .patch.register import family_of"),
+    ("pipelines/terms.py", "def f():\n    import diffusers"),
     ("pipelines/patch/processor.py", "from ..training.kept_selection import KeptSelection"),
     ("pipelines/ranks/split.py", "from ..patch.apply import apply_ssta"),
-    ("pipelines/schedule/presets.py", "from ..patch.family import Family"),
+    ("pipelines/schedule/presets.py", "from ..terms import Family"),
     ("pipelines/schedule/progress.py", "import diffusers"),
     ("pipelines/plugs/comfy.py", "def f():\n    import diffusers"),
-    ("pipelines/plugs/comfy.py", "from ..patch.family import small_tiles"),
+    ("pipelines/plugs/comfy.py", "from ..patch.register import family_of"),
     ("pipelines/families/ltx.py", "from .. import apply_ssta"),
     ("pipelines/patch/apply.py", "def f():\n    import safetensors"),
     ("pipelines/families/trained/checkpoint.py", "from huggingface_hub import snapshot_download"),
@@ -405,12 +413,22 @@ def test_a_broken_rule_is_seen(path, source):
     ("pipelines/patch/context.py", "from ssta.kernels.notices import warn_once"),
     ("ssta/plot.py", "def draw():\n    import matplotlib.pyplot"),
     ("pipelines/patch/apply.py", "import diffusers\nfrom ssta import SSTAConfig"),
-    ("pipelines/patch/family.py", "from ..families import PLACES"),
+    ("pipelines/patch/register.py", "from ..families import PLACES\nfrom ..terms import Family"),
+    ("pipelines/ranks/split.py", "def f():\n    from diffusers.hooks.context_parallel import ContextParallelSplitHook"),
     ("pipelines/plugs/comfy.py", "from ..patch.report import LayerRun\nfrom ..schedule.schedule import Schedule"),
     ("pipelines/families/trained/checkpoint.py", "def f():\n    from safetensors import safe_open"),
 ])
 def test_what_the_rules_allow(path, source):
     assert violations(path, source) == []
+
+
+def test_the_door_of_pipelines_tells_type_checkers_the_same_as_processes():
+    from ssta import pipelines
+
+    source = (ROOT / "pipelines/__init__.py").read_text()
+    at_run_time, for_types = ({(imported.name, imported.module) for imported in imports_of(source, "ssta.pipelines", typing=typing)}
+                              for typing in (False, True))
+    assert {(name, f"ssta.pipelines{module}") for name, module in pipelines._MODULES.items()} == for_types - at_run_time
 
 
 PLUGS = [f"ssta.pipelines.plugs.{name}" for name in ("comfy", "comfy_models")]

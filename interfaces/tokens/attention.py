@@ -99,7 +99,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float, impl:
     if impl == "triton":
         from .triton.forward import triton_token_forward as run
     else:
-        from .eager import torch_tokens_forward as run
+        from .eager import torch_tokens_forward as run  # type: ignore[assignment]
     with on_device(q):
         return run(q, k, v, lists, scale)
 
@@ -135,7 +135,7 @@ def _backward(
     else:
         from .eager import torch_tokens_backward as run
     with on_device(q):
-        return run(dout, dlse, q, k, v, out, lse, lists, inverse, scale)
+        return run(dout, dlse, q, k, v, out, lse, lists, inverse, scale)  # type: ignore[arg-type]
 
 
 differentiate_by(_backward, _forward, "token_attention")

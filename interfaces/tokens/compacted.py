@@ -16,7 +16,7 @@ from ...kernels.block_forms import in_range, mask_lists, prefix_mask
 from ...kernels.operators import NAMESPACE, differentiate_by, on_device
 from ...kernels.routing import SHORTEST_TILE
 
-# Bytes of the compacted keys and values, or those of one query block's lists if that is more.
+# Bytes of the compacted keys and values, but at least one query block's.
 COPIES = 512 << 20
 
 
@@ -47,7 +47,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
                 dout[:, :, rows], None if dlse is None else dlse[:, :, rows], q[:, :, rows], keys, values, out[:, :, rows],
                 lse[:, :, rows].contiguous(), lists, scale, False, deterministic)
             del keys, values
-            # Sums in the order of the copies, where index_add_ would use atomics on a GPU.
+            # It sums in the order of the copies; index_add_ would use atomics on a GPU.
             sums.index_put_((source.flatten(),), torch.cat(gradients, 3).flatten(0, 2).to(lse.dtype), accumulate=True)
     dk, dv = sums.view(*k.shape[:3], -1).chunk(2, 3)
     return dq, torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
@@ -63,9 +63,9 @@ differentiate_by(_backward, compacted_attention, "block_sparse_attention")
 
 def _parts(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, q_size: int, kv_size: int, deterministic: bool, impl: str
            ) -> tuple[Route, Tensor, Iterator[tuple[slice, Tensor, BlockLists]]]:
-    """(the kernels that attend to copies; keys beside values ``[B * Hkv * Skv, 2 * D]``; of some query blocks at a time their rows, where
-    in the second each copy comes from, int64 ``[B, heads, n]``, and the lists of copies). The heads of copies are those of k, or of the
-    lists where these have more."""
+    """(kernels for the copies; keys beside values ``[B * Hkv * Skv, 2 * D]``; parts). A part is some query blocks: their rows, the rows
+    of the second that are copied, int64 ``[B, heads, n]``, and the lists of copies. Copies have k's heads, or the lists' where these are
+    more."""
     (batch, heads, _, dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     copy_heads, capacity = max(kv_heads, counts.shape[1]), indices.shape[3]
     width = max(min(capacity * kv_size, kv_len), SHORTEST_TILE)

@@ -18,7 +18,6 @@ from ....kernels.device import device_limits
 from ....kernels.lowering.arguments import view
 from ....kernels.lowering.chunks import block_lists, kv_partition, q_partition
 from ....kernels.lowering.inputs import strided
-from ....kernels.lowering.outputs import empty_outputs
 from ....kernels.lowering.primitives import (
     LOG2E,
     block_bounds,
@@ -121,9 +120,10 @@ def gathered_forward(
     kv_heads, kv_len = k.shape[1], k.shape[2]
     rows, items = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
     lists = block_lists(blocks.counts, blocks.indices, heads, items.number)
-    out, lse = empty_outputs(q, rows)
+    # What no block covers keeps this.
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
     if q.numel() == 0 or k.numel() == 0:
-        return out.zero_(), lse.fill_(float("-inf"))
+        return out, lse
     assert order is None or order.shape == blocks.indices.shape
     limited = mask is not None or order is not None
     config = gathered_config(dim, blocks.max_q_length, limited, device_limits(q.device), ordered=order is not None)
