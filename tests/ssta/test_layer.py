@@ -277,8 +277,8 @@ def test_lists_that_a_layer_returns_can_be_copied():
 class Watched(Layer):
     """Its last step wants tiled k and v to be gone."""
 
-    def gather(self, q, k, v, note):
-        tiled = super().gather(q, k, v, note)
+    def gather(self, q, k, v):
+        tiled = super().gather(q, k, v)
         self.held = [weakref.ref(x) for x in tiled[1:3]]
         return tiled
 
