@@ -25,14 +25,12 @@ class Ranks(NamedTuple):
         rank: this one's number in it.
         size: how many they are.
         tokens: length of the whole sequence, where it is split as one run; None = videos are split and all other tokens are whole.
-        mesh: where there are rings of them, the mesh (ring, ulysses); None = there are none.
     """
 
     group: Any
     rank: int
     size: int
     tokens: int | None
-    mesh: Any = None
 
     def share(self, tokens: int) -> int:
         """How many of ``tokens`` are this rank's."""

@@ -15,7 +15,6 @@ from .kernels import BlockLists, Deferred, PatternFacts, Route, choose_backend, 
 from .kernels.memo import remember
 from .layout import Input, checked_layout
 from .result import ExactMass, LayerResult, Tape
-from .rows import all_rows, in_places, some_rows
 from .scoring import Facts, descriptors, rule_of, tile_means
 from .selection import Left, Selection, fixed_tiles, text_lengths
 from .spec import LayerSpec
@@ -23,9 +22,6 @@ from .text import TextMask
 
 if TYPE_CHECKING:
     from .kernels.tail import BlockEstimates, KeyStatistics
-    from .ranks.around import Around
-    from .ranks.exchange import Incoming
-    from .ranks.shares import Sent
 
 
 class HeldKeys(NamedTuple):
@@ -66,12 +62,11 @@ class Layer:
 
     Args:
         spec: what it is.
-        around: on ranks, what it exchanges before its first step and after its last.
     """
 
-    def __init__(self, spec: LayerSpec, around: Around | None = None) -> None:
+    def __init__(self, spec: LayerSpec) -> None:
         config, device = spec.config, spec.device
-        self.spec, self.around = spec, around
+        self.spec = spec
         self.tiles = checked_layout(spec.layout, config.tile_thw, config.pad_type, device)
         self.kv_tiles = self.tiles if spec.kv_layout == spec.layout else checked_layout(
             spec.kv_layout, config.tile_thw, config.pad_type, device)
@@ -89,29 +84,26 @@ class Layer:
         self.q_blocks, self.kv_blocks = ((tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile)
                                          for tiles in (self.tiles, self.kv_tiles))
         self.moves = self.tiles.moves or self.kv_tiles.moves
-        self.rows = all_rows(self.tiles, spec.returned) if spec.rows is None else some_rows(self.tiles, spec.rows)
 
     @torch.no_grad()
-    def run(self, q: Input | Sent | Tiled, k: Input | Sent | None = None, v: Input | Sent | None = None,
-            text_mask: TextMask | Tensor | None = None, selection: Selection | None = None, *,
-            note: Callable[[str], object] = lambda step: None) -> LayerResult:
+    def run(self, q: Input | Tiled | Callable[[], Tiled], k: Input | None = None, v: Input | None = None,
+            text_mask: TextMask | Tensor | None = None, selection: Selection | None = None) -> LayerResult:
         """Attention over the layer's sequences: all steps, one after the other.
 
         Args:
-            q: ``[B, H, S, D]`` in the order of the layout; k, v: ``[B, Hkv, S', D]`` in that of kv_layout. Or all three as other ranks
-                sent them, or as one Tiled. Of a layer that exchanges, a rank's share of all heads, or what was sent of it.
+            q: ``[B, H, S, D]`` in the order of the layout; k, v: ``[B, Hkv, S', D]`` in that of kv_layout. Or all three as one Tiled, or
+                a function that makes it, of which nobody else then holds the tensors.
             text_mask: of the keys' dense runs, checked.
             selection: attend to what an earlier run selected, instead of selecting.
-            note: of a layer that exchanges, as ``attention.attend`` takes it.
         """
         left = self.left(text_mask)
-        if self.around is not None:
-            q, k, v = self.around.enter(q, k, v, note)
         if isinstance(q, Tiled):
             tiled = q
-        else:
+        elif isinstance(q, (Tensor, Deferred)):
             assert k is not None and v is not None, "a Tiled has all three"
-            tiled = self.gather(q, k, v, note)
+            tiled = self.gather(q, k, v)
+        else:
+            tiled = q()
         del q, k, v
         means = self.means(tiled)
         # Estimates of the video tiles that will not be computed; None where these are dropped.
@@ -121,48 +113,25 @@ class Layer:
         q, k, v = tiled.q, tiled.k, tiled.v
         # Nothing is held longer than it is read: beside the inputs there are never more than three copies, and with an estimate the result.
         del tiled
-        rows = self.rows.take(self.backend, q)
-        out, lse, route = self.attend(rows, k, v, selection.blocks)
-        tape = Tape(rows, k, v, out, lse) if self.spec.recorded else None
+        out, lse, route = self.attend(q, k, v, selection.blocks)
+        tape = Tape(q, k, v, out, lse) if self.spec.recorded else None
         mass = None
         if estimates is not None:
             out, lse, mass, kept = self.combine(out, lse, q, k, v, selection.blocks, estimates)
             if tape is not None:
                 tape = tape._replace(merged=out, merged_lse=lse, **kept)
-        del rows, q, k, v, estimates
-        out = self.take(out)
-        if self.around is not None:
-            note("attended")
-            out = self.around.leave(out)
-        return LayerResult(out, route, selection, mass, tape, means)
+        del q, k, v, estimates
+        return LayerResult(self.take(out), route, selection, mass, tape, means)
 
     # The steps
 
-    def gather(self, q: Input | Sent | Incoming, k: Input | Sent | Incoming, v: Input | Sent | Incoming,
-               note: Callable[[str], object] = lambda step: None) -> Tiled:
-        """Tokens into tiles. note: called with "arrived" where they were on their way."""
+    def gather(self, q: Input, k: Input, v: Input) -> Tiled:
+        """Tokens into tiles."""
         if isinstance(q, Deferred) and (not self.moves or self.backend.by_torch("gather")):
             q, k, v = (x.materialize() if isinstance(x, Deferred) else x for x in (q, k, v))
-        if hasattr(q, "wait"):
-            return self._gather_arriving(q, k, v, note)
         if not self.moves:
             return Tiled._make([q, k, v, None, None, None])
         return Tiled(*self.backend.gather(q, k, v, self.tiles.move, self.kv_tiles.move))
-
-    def _gather_arriving(self, q: Any, k: Any, v: Any, note: Callable[[str], object]) -> Tiled:
-        """The same of what other ranks send: each is moved while those after it are on their way."""
-        k_means = q_means = None
-        v_out = v.wait()
-        if self.moves:
-            v_out = self.backend.take(v_out, self.kv_tiles.source)
-        k_out = k.wait()
-        if self.moves:
-            k_out, k_means = self.backend.gather_one(k_out, self.kv_tiles.move)
-        q_out = q.wait()
-        note("arrived")
-        if self.moves:
-            q_out, q_means = self.backend.gather_one(q_out, self.tiles.move)
-        return Tiled(q_out, k_out, v_out, q_means, k_means)
 
     def means(self, tiled: Tiled) -> tuple[Tensor, ...]:
         """The means of the video tiles of q, k and v, in their dtype; none where the spec wants none."""
@@ -189,11 +158,6 @@ class Layer:
         if k_means is None or config.pool_cells is not None:
             k_means = descriptors(tiled.k, self.kv_tiles, config.pool_cells)
         if config.mask_share_within_head:
-            if self.spec.peers is not None:
-                from .ranks.shards import all_heads
-
-                # The heads themselves and not their sums, so that the means are the same bits on all ranks and in one process.
-                q_means, k_means = all_heads(self.spec.peers, q_means, k_means)
             q_means, k_means = q_means.mean(1, keepdim=True), k_means.mean(1, keepdim=True)
         return q_means, k_means
 
@@ -216,7 +180,6 @@ class Layer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, Route]:
         """Attention to the listed tiles. q is written over where it is the layer's own and nobody asks for it again."""
-        blocks = self.rows.lists(blocks)
         route = self._route(blocks)
         owned = self.moves and not self.estimates and not self.spec.recorded
         return *route.run(q, k, v, blocks, self.spec.scale, in_place=owned), route
@@ -230,7 +193,6 @@ class Layer:
                 ) -> tuple[Tensor, Tensor, ExactMass, dict[str, Any]]:
         """(out, lse, exact mass, what else a tape has) of attention with what the lists leave out estimated."""
         spec = self.spec
-        out, lse = self.rows.spread(self.backend, out, lse)
         if spec.recorded:
             out, lse = out.clone(), lse.clone()
         shares, tail_lse, bias, mixture = self.backend.combine(out, lse, q, k, v, self.q_blocks, self.kv_blocks, blocks.counts,
@@ -238,13 +200,11 @@ class Layer:
         mass = ExactMass(shares, blocks.counts, estimates.useful, self.kv_tiles.num_tiles)
         return out, lse, mass, dict(
             tail_lse=tail_lse, bias=bias, mixture=mixture, log_count=estimates.log_count, order=estimates.order, k_mean=estimates.k_mean,
-            v_mean=estimates.v_mean, q_all=None if spec.rows is None else q)
+            v_mean=estimates.v_mean)
 
     def take(self, out: Tensor) -> Tensor:
-        """Back to the order of the sequence, or the one that the result is wanted in."""
-        if not self.moves and self.spec.rows is None and self.spec.returned is None:
-            return out
-        return self.backend.take(out, self.rows.slot_of_token if self.estimates else self.rows.returned)
+        """Back to the order of the sequence."""
+        return self.backend.take(out, self.tiles.inverse) if self.moves else out
 
     def backward(self, tape: Tape, dout: Tensor, blocks: BlockLists, dmeans: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v, in the orders of the layouts; the steps of ``run`` in reverse.
@@ -255,21 +215,20 @@ class Layer:
             blocks: of the selection, which is a constant.
             dmeans: the gradients of the means.
         """
-        spec, backend, rows = self.spec, self.backend, self.rows
+        spec, backend = self.spec, self.backend
         q, k, v, out, lse, *_ = tape
-        lists = rows.lists(blocks)
-        route = self._route(lists)
+        route = self._route(blocks)
         dlse = of_tail = None
         given = dout
         if tape.merged is None:
-            dout = backend.take(dout, rows.held) if self.moves or spec.rows is not None else dout
+            dout = backend.take(dout, self.tiles.returned) if self.moves else dout
         else:
-            dout, dlse, *of_tail = self._combine_backward(tape, in_places(backend, dout, rows.token_of_slot))
-        dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, spec.scale, False, spec.deterministic,
+            dout, dlse, *of_tail = self._combine_backward(tape, backend.take(dout, self.tiles.returned))
+        dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, blocks, spec.scale, False, spec.deterministic,
                                         in_place=dout is not given)
         # As in ``run``: one gradient after another goes back to its order, and nothing that was read is there meanwhile.
         del dout, dlse, given
-        grads = [rows.to_slots(backend, dq), dk, dv]
+        grads = [dq, dk, dv]
         del dq, dk, dv
         for number, tiles in enumerate((self.tiles, self.kv_tiles, self.kv_tiles)):
             x = grads[number]
@@ -283,17 +242,13 @@ class Layer:
         return dq, dk, dv
 
     def _combine_backward(self, tape: Tape, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of the exact part's out and lse, of its rows, and of all q, k and v."""
-        exact, exact_lse = self.rows.spread(self.backend, tape.out, tape.lse)
-        q = tape.q if tape.q_all is None else tape.q_all
-        dexact, dexact_lse, *rest = self.backend.combine_backward(
-            dout, exact, exact_lse, tape.merged, tape.merged_lse, tape.tail_lse, q, tape.k, tape.v, self.q_blocks, self.kv_blocks,
+        """Gradients of the exact part's out and lse, and of q, k and v."""
+        return self.backend.combine_backward(
+            dout, tape.out, tape.lse, tape.merged, tape.merged_lse, tape.tail_lse, tape.q, tape.k, tape.v, self.q_blocks, self.kv_blocks,
             tape.bias, tape.mixture, tape.log_count, tape.order, tape.k_mean, tape.v_mean, self.spec.scale)
-        dexact, dexact_lse = self.rows.gathered(self.backend, dexact, dexact_lse)
-        return dexact, dexact_lse, *rest
 
 
 @remember(64)
-def prepared(spec: LayerSpec, around: Around | None = None) -> Layer:
+def prepared(spec: LayerSpec) -> Layer:
     """The layer of a spec; the 64 used last are remembered."""
-    return Layer(spec, around)
+    return Layer(spec)

@@ -13,13 +13,10 @@ from torch import Tensor
 from ssta import SSTAConfig, TokenLayout, dense_attention
 from ssta.attention import attend
 from ssta.dense import EXACT
-from ssta.inputs import described
 from ssta.kernels import Deferred, choose_route
 from ssta.kernels.checks import autocast_inputs
-from ssta.op import world_of
-from ssta.ranks import Sent
-from ssta.ranks.rings import shares_of
-from ssta.ranks.shares import Shares, Spans
+from ssta.ranks import Sent, Shards
+from ssta.ranks.layer import enter
 from ssta.result import LayerResult
 from ssta.selection import Selection
 
@@ -65,10 +62,10 @@ class SSTAProcessor(VideoSequence):
                across_heads: bool = False) -> tuple[Operand, Operand, Operand]:
         """q, k and v for ``attend`` out of projections, by norm, RoPE and joining; see ``streams.joined``. On several ranks v is on its way
         to them while k is made, and k while q is, from their projections on where streams have functions for them."""
-        shares, kinds = self._shares(layout, heads), (queries, keys, values)
+        shards, kinds = self._shards(layout), (queries, keys, values)
         join = partial(joined, heads=heads, across_heads=across_heads, norms=self.norms, impl=self.context.impl)
-        if shares is not None:
-            return self._sent(shares, heads, *(lambda kind=kind: join((kind,))[0] for kind in kinds))
+        if shards is not None:
+            return self._sent(shards, heads, *(lambda kind=kind: join((kind,))[0] for kind in kinds))
         # The kernel runs while the sparse layer makes tiles.
         dense = self.ruling.dense
         q, k, v = (x.materialize().transpose(1, 2) if dense and isinstance(x, Deferred) else x for x in join(kinds))
@@ -104,7 +101,7 @@ class SSTAProcessor(VideoSequence):
         """``attend``, or what attends in its place by what the module has and by what came into it."""
         return self.attend
 
-    def _sent(self, shares: Shares, key_heads: int, *makers: Callable[[], Tensor | Deferred]) -> tuple[Sent, Sent, Sent]:
+    def _sent(self, shards: Shards, key_heads: int, *makers: Callable[[], Tensor | Deferred]) -> tuple[Sent, Sent, Sent]:
         """q, k and v, each made by its maker and packed while the one before it is on its way: v is made first."""
         sent = []
         for make in reversed(makers):
@@ -115,18 +112,15 @@ class SSTAProcessor(VideoSequence):
                 # Attention would do it, but later.
                 x, = autocast_inputs(x=x)
                 x = x.transpose(1, 2)
-            sent.append(shares.start(x, key_heads=key_heads))
+            sent.append(shards.start(x, key_heads=key_heads))
             del x
         value_sent, key_sent, query_sent = sent
         return query_sent, key_sent, value_sent
 
-    def _shares(self, layout: TokenLayout, key_heads: int) -> Shares | None:
-        """How the ranks share ``layout`` and ``key_heads`` out; None on one rank."""
+    def _shards(self, layout: TokenLayout) -> Shards | None:
+        """How the ranks share ``layout`` out; None on one rank."""
         ranks = self.context.call.ranks
-        if ranks is None:
-            return None
-        rings = ranks.mesh is not None and key_heads < ranks.size
-        return shares_of(ranks.mesh if rings else ranks.group, layout, "video" if ranks.tokens is None else "all")
+        return None if ranks is None else Shards.of(ranks.group, layout, "video" if ranks.tokens is None else "all")
 
     def attend(self, query: Operand, key: Operand, value: Operand, layout: TokenLayout, text_mask: Tensor | None = None,
                kv_layout: TokenLayout | None = None) -> Tensor:
@@ -150,10 +144,10 @@ class SSTAProcessor(VideoSequence):
         ruling = self.ruling
         if not isinstance(query, Sent):
             key_heads = key.shape[2 if isinstance(key, Tensor) else 1]
-            shares = self._shares(layout, key_heads)
-            if shares is not None:
+            shards = self._shards(layout)
+            if shards is not None:
                 # Before anything that ranks might disagree about.
-                query, key, value = self._sent(shares, key_heads, *(lambda x=x: x for x in (query, key, value)))
+                query, key, value = self._sent(shards, key_heads, *(lambda x=x: x for x in (query, key, value)))
             else:
                 self.last.begins(query.device)
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) else x for x in (query, key, value))
@@ -184,7 +178,7 @@ class SSTAProcessor(VideoSequence):
         """The result; q, k and v have heads before tokens."""
         def attended(selection: Selection | None) -> LayerResult:
             return attend(q, k, v, layout, config, kv_layout=kv_layout, text_mask=text_mask, impl=self.context.impl, selection=selection,
-                          shares=q.shards if isinstance(q, Sent) else None, note=self.last.exchange.note)
+                          shards=q.shards if isinstance(q, Sent) else None, note=self.last.exchange.note)
 
         return self._selecting(attended, tuple(q.shape))
 
@@ -192,29 +186,26 @@ class SSTAProcessor(VideoSequence):
                         ) -> tuple[LayerResult | Tensor, str | None]:
         """The same, exactly, and the name of diffusers' backend where that attended, which gives the output alone."""
         if not isinstance(q, Sent):
-            return self._densely(q, k, v, layout, text_mask, kv_layout=kv_layout)
-        spec = described(q, k, v, layout, EXACT, text_mask=text_mask, impl=self.context.impl,
-                         recorded=world_of(q, k, v, text_mask).recorded, share=q.shards)
-        exchange = q.shards.exchanged(q, k, v, spec, text_mask, self.last.exchange.note)
-        result, name = self._densely(*exchange.ready(), layout, text_mask, exchange.spec.rows)
+            return self._densely(q, k, v, layout, text_mask, kv_layout)
+        exchange = enter(q, k, v, layout, EXACT, q.shards, text_mask=text_mask, impl=self.context.impl, note=self.last.exchange.note)
+        result, name = self._densely(*exchange.tensors(), layout, text_mask)
         if isinstance(result, Tensor):
             return exchange.back(result), name
         result.out = exchange.back(result.out)
         return result, name
 
     def _densely(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, text_mask: Tensor | None, rows: Spans | None = None,
-        kv_layout: TokenLayout | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, text_mask: Tensor | None, kv_layout: TokenLayout | None = None,
     ) -> tuple[LayerResult | Tensor, str | None]:
         """With a mask through lists of blocks, because diffusers' backends would want one for every token and leave their fast kernels for
         it; without one through whichever is faster.
         """
-        if kv_layout is not None or text_mask is None and rows is None and not self._blocks_are_faster(q):
+        if kv_layout is not None or text_mask is None and not self._blocks_are_faster(q):
             backend = self._attention_backend
             name = "default backend" if backend is None else AttentionBackendName(backend).value
             query, key, value = (x.transpose(1, 2) for x in (q, k, v))
             return dispatch_attention_fn(query, key, value, backend=backend).transpose(1, 2), name
-        return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl, rows=rows), None
+        return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl), None
 
     def _blocks_are_faster(self, query: Tensor) -> bool:
         """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend; see

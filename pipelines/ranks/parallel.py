@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -29,7 +28,7 @@ _HOW = "pass cp_plan=ssta.pipelines.cp_plan(transformer) to enable_parallelism, 
 
 def _stock_shares(model: nn.Module, family: Family) -> bool:
     """Whether a model's own processors are right on the ranks that it is split over: under its family's plan, with the backend of
-    diffusers' and the heads that it has, without rings."""
+    diffusers' and the heads that it has, without diffusers' rings."""
     config: Any = model._parallel_config
     context = config.context_parallel_config
     sites = list(family.sites(model))
@@ -41,10 +40,10 @@ def _stock_shares(model: nn.Module, family: Family) -> bool:
 
 def _deals(module: Any, context: Any) -> bool:
     """Whether diffusers' own exchange can deal out the module's heads."""
-    size = context.ring_degree * context.ulysses_degree
+    size = context.ulysses_degree
     heads = getattr(module, "heads", 0)
     missing = -heads % size
-    return not missing or (context.ulysses_anything or context.ring_anything) and missing < (heads + missing) // size
+    return not missing or context.ulysses_anything and missing < (heads + missing) // size
 
 
 class Parallelism:
@@ -103,16 +102,13 @@ class Parallelism:
 
     def _check_length(self, model: nn.Module, size: int, tokens: int, thw: tuple[int, int, int]) -> None:
         context = self._config.context_parallel_config
-        if context.ulysses_anything or context.ring_anything:
+        if context.ulysses_anything:
             if tokens < size:
                 raise ValueError(f"hidden_states must have at least a token for each of {size} ranks, got {tokens}")
         elif tokens % size:
-            # diffusers takes any length along one dimension of its mesh only, and the heads may be too few for the one that exchanges them.
-            heads = min([getattr(site.module, "heads", size) for site in self._family.sites(model)], default=size)
-            way = "ulysses" if heads >= size else "ring"
             raise ValueError(f"hidden_states must have tokens that {size} ranks divide, got {tokens} with a canvas of "
-                             f"{' x '.join(map(str, thw))}; any number will do with ContextParallelConfig({way}_degree={size}, "
-                             f"{way}_anything=True)")
+                             f"{' x '.join(map(str, thw))}; any number will do with ContextParallelConfig("
+                             f"ulysses_degree={size}, ulysses_anything=True)")
 
     def settle(self, model: nn.Module) -> None:
         """Takes in whether the model is parallel now, and how.
@@ -132,14 +128,13 @@ class Parallelism:
         if config is None:
             return
         for own in self._configs:
-            if own is not None and own.mask_share_within_head and (callable(own.sampling_type) or own.budget is not None):
-                raise ValueError("config must have a sampling_type and a budget of the library's on several ranks with "
-                                 f"mask_share_within_head, because all must find the same pattern, got {own}")
+            if own is not None and own.mask_share_within_head:
+                raise ValueError("config must have mask_share_within_head = False on several ranks, each of which has some of the heads, "
+                                 f"got {own}")
         context = config.context_parallel_config
         group = context._flattened_mesh.get_group()
-        mesh = context._mesh["ring", "ulysses"] if context.ring_degree > 1 else None
         size = dist.get_world_size(group)
-        self._ranks = Ranks(group, dist.get_rank(group), size, None, mesh)
+        self._ranks = Ranks(group, dist.get_rank(group), size, None)
         for module in model.modules():
             for _, hook in hooks_of(module):
                 if isinstance(hook, ContextParallelSplitHook) and "_prepare_cp_input" not in vars(hook):
@@ -155,7 +150,7 @@ class Parallelism:
             if not _deals(attention, context):
                 raise ValueError(f"{name} must have heads that {size} ranks divide, because diffusers deals them out there, got "
                                  f"{attention.heads} heads")
-            processor._parallel_config = _flat(config)
+            processor._parallel_config = config
 
     def _restore(self) -> None:
         for processor, config in self._changed:
@@ -198,6 +193,11 @@ def _checked(model: nn.Module, family: Family) -> None:
         degree = getattr(config.tensor_parallel_config, "tp_degree", None)
         raise ValueError(f"model must run without tensor parallelism under SSTA, got {family.model} with tp_degree = {degree}; "
                          "take a ContextParallelConfig")
+    context = config.context_parallel_config
+    if context.ring_degree > 1:
+        ranks = context.ring_degree * context.ulysses_degree
+        raise ValueError(f"ring_degree must be 1 under SSTA, got {context.ring_degree} with ulysses_degree = {context.ulysses_degree}; "
+                         f"take ContextParallelConfig(ulysses_degree={ranks}), which needs at least {ranks} heads, or fewer ranks")
     split = family.shared
     found, wanted = _hooked(model), split.of(model)
     if found != {name: _listed(part) for name, part in wanted.items()}:
@@ -213,16 +213,3 @@ def _hooked(model: nn.Module) -> SplitPlan:
 def _listed(part: Any) -> Any:
     """As diffusers keeps it: outputs in a list."""
     return part if isinstance(part, (dict, list, tuple)) else [part]
-
-
-def _flat(config: Any) -> Any:
-    """The same for attention that is left to diffusers, all ranks exchanging heads: its ring would need what torch's SDPA does not give."""
-    context = config.context_parallel_config
-    if context.ring_degree == 1:
-        return config
-    flat, config = copy(context), copy(config)
-    flat.ring_degree, flat.ulysses_degree = 1, context.ring_degree * context.ulysses_degree
-    flat.ring_anything, flat.ulysses_anything = False, context.ring_anything
-    flat._ulysses_mesh, flat._ulysses_local_rank = context._flattened_mesh, context._flattened_mesh.get_local_rank()
-    config.context_parallel_config = flat
-    return config

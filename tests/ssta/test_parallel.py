@@ -1,8 +1,6 @@
 """Attention over several ranks: gloo processes on the CPU, each number of which is started once and runs all cases of parallel_cases."""
 
 import weakref
-from dataclasses import replace
-from types import SimpleNamespace
 
 import parallel_cases
 import pytest
@@ -15,10 +13,9 @@ from ranks import on_ranks, values_of
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention
 from ssta.kernels import Deferred, Projection, RMSNorm
 from ssta.kernels.prologue.norm_rope_kernel import token_rstd
-from ssta.ranks import Run, Shards, around, check_ranks, deal, exchange
+from ssta.ranks import Run, Shards, check_ranks, deal, exchange
 from ssta.ranks.agreement import told
-from ssta.ranks.shards import TOGETHER
-from ssta.spec import LayerSpec
+from ssta.ranks.layer import TOGETHER, enter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -83,16 +80,14 @@ class Still:
 def test_all_ranks_send_queries_keys_and_values_alike(monkeypatch, more, exchanges):
     """Together or one by one, as the whole sequence says, also where the shares of ranks lie to either side of the limit."""
     monkeypatch.setattr(exchange, "Collective", Still)
-    monkeypatch.setattr(around, "group_named", lambda name: None)
+    monkeypatch.setattr(Shards, "agreed", lambda self, facts: None)
     tokens = 2 * TOGETHER // (2 * 64 * 4) + more
     layout = TokenLayout((VideoGrid(1, 1, tokens),))
     config = SSTAConfig(tile_thw=(1, 1, 64), topk=2)
-    spec = LayerSpec(layout, layout, config, 1.0, torch.float32, torch.device("cpu"), 2, 2, 64, "auto", True, False)
     assert len({shards(2, rank, layout).local_length for rank in range(2)}) == 2
     for rank in range(2):
-        held, Still.sent = replace(shards(2, rank, layout), group=SimpleNamespace(group_name="ranks")), []
-        of = held.exchange(*torch.zeros(3, 1, 2, held.local_length, 64), spec, lambda step: None)
-        of.around.enter(*of.take(), lambda step: None)
+        held, Still.sent = shards(2, rank, layout), []
+        enter(*torch.zeros(3, 1, 2, held.local_length, 64), layout, config, held)
         assert len(Still.sent) == exchanges
 
 

@@ -29,7 +29,7 @@ def settings(rank, ranks):
     """Every padding, kind of selection, budget and estimate."""
     model, call = tiny("hunyuan_video_15", prompts=(4, 2))
     for changes in ({"pad_type": "repeat"}, {"threshold": 0.5, "topk": 4, "sampling_type": "similarity"}, {"compensation": "linear"},
-                    {"density": 0.4, "topk": None}, {"mask_share_within_head": True},
+                    {"density": 0.4, "topk": None},
                     {"sparse_type": "sta", "kernel_thw": (1, 3, 1), "topk": None}):
         config = replace(SPARSE, **changes)
         want = alone(model, call, config)

@@ -367,10 +367,8 @@ FAULTS = (
 
     # Ranks
     Fault("ranks send the wrong heads", "ssta/ranks/exchange.py",
-          "x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]) % x.shape[1], counts[shards.rank])",
-          "x.narrow(2, place.local, place.length).narrow(1, sum(counts[shards.rank + 1:]) % x.shape[1], counts[shards.rank])",
-          ("tests/ssta/test_parallel.py::test_on_ranks[2]",)),
-    Fault("ranks that repeat different calls go on", "ssta/ranks/agreement.py", "    made.note(agreement)\n", "    made.note(0)\n",
+          "x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]), counts[shards.rank])",
+          "x.narrow(2, place.local, place.length).narrow(1, sum(counts[shards.rank + 1:]), counts[shards.rank])",
           ("tests/ssta/test_parallel.py::test_on_ranks[2]",)),
     Fault("ranks that were given other facts go on", "ssta/ranks/agreement.py", "if value != values[0]:", "if value is None:",
           ("tests/ssta/test_parallel.py::test_on_ranks[2]",)),

@@ -57,10 +57,5 @@ class BranchedProcessor(SSTAProcessor):
     def _sharded(self, query: Sent, layout: TokenLayout) -> Shards:
         """How the ranks share the sequence out, once they agree on what they attend to."""
         shards, context = query.shards, self.context
-        if not isinstance(shards, Shards):
-            raise ValueError(f"{context.method} must run on at most as many ranks as there are heads, got {shards.ranks} ranks and "
-                             f"{query.heads} heads")
-        config = self.ruling.config
-        shards.agreed((context.method, config, context.impl, layout), lambda: {
-            "method": context.method, "config": config, "impl": context.impl, "layout": layout})
+        shards.agreed({"method": context.method, "config": self.ruling.config, "impl": context.impl, "layout": layout})
         return shards
