@@ -86,7 +86,9 @@ def configurations(shape: LayerShape, options: argparse.Namespace) -> dict[tuple
         config = replace(shape.config, pad_type=padding, **changes).for_canvas(shape.thw)
         if kind != "none":
             selection = config.scored_by if options.same_selection else None
-            config = replace(config, compensation=kind, compensation_parts=options.parts, sampling_type=selection)
+            # An estimate has no window unless the rule has one.
+            window = config.kernel_thw if config.sparse_type == "ssta" else None
+            config = replace(config, compensation=kind, compensation_parts=options.parts, sampling_type=selection, kernel_thw=window)
         found[padding, kind] = config
     return found
 

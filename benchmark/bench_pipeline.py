@@ -153,7 +153,8 @@ def checked(shape: ModelShape, model: nn.Module, call: dict, whats: list[str]) -
     """(errors, notes): how far the first layer is from stock's, by default, dense, and with every tile selected. Where stock does not fit
     into memory, its note says so, and the next one takes its place. Ends the program where a distance is no rounding."""
     every = twin(model, shape.blocks)
-    apply_ssta(every, replace(shape.config, pad_type="none", topk=10**6, sparse_type="block_attn", variants=()), schedule=Schedule())
+    tiles = replace(shape.config, pad_type="none", topk=10**6, sparse_type="block_attn", kernel_thw=None, variants=())
+    apply_ssta(every, tiles, schedule=Schedule())
     candidates = {what: every if what == "none" else prepared(shape, model, what)
                   for what in ("stock", "dense", "default", "none") if what in whats}
     exact, errors, notes = None, {}, {}

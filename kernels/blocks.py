@@ -296,9 +296,7 @@ class BlockLists:
 
     def clone(self) -> BlockLists:
         """The same lists in memory of their own."""
-        made: dict[int, Tensor] = {}
-        # Axes that share a tensor go on sharing one.
-        cloned: dict[str, Any] = {name: made.setdefault(id(x), x.clone()) for name, x in self._tensors().items()}
+        cloned: dict[str, Any] = {name: x.clone() for name, x in self._tensors().items()}
         return replace(self, **cloned)
 
     def to_fields(self) -> tuple:

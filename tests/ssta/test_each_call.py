@@ -81,7 +81,8 @@ def test_layers(place, impl, dim, kind, gradients):
 def test_caches(place, impl, dim, gradients):
     """A quarter of the tiles of window and chunk is selected, and its number is a whole one from the first chunk on.
 
-    Kernels keep covariances in two bits, the reference keeps them whole: that counts as one more rounding. With gradients a cache waits.
+    Kernels keep covariances in two bits, the reference keeps them whole: that counts as three more roundings, of which an H200 needs one.
+    With gradients a cache waits.
     """
     thw, tile, frames = place["chunk"], place["chunk_tile"], place["chunk"][0]
     blocks = canvas_blocks(thw, tile)
@@ -106,7 +107,7 @@ def test_caches(place, impl, dim, gradients):
 
     # A graph begins where the window has as many frames as later.
     recorded = gradients == "with gradients"
-    each_call_is_right(start, warm=5, roundings=2, waits=recorded, graph=not recorded, same_bits=False)
+    each_call_is_right(start, warm=5, roundings=4, waits=recorded, graph=not recorded, same_bits=False)
 
 
 @pytest.mark.parametrize("place, impl, dim", [*on_gpu(*product(IMPLEMENTATIONS, DIMS)), *on_cpu(("torch", 24))])

@@ -76,6 +76,8 @@ def valid(device):
 def lists_of_a_layer(device, config, masked):
     x, mask = qkv(device), valid(device) if masked else None
     out, blocks = ssta_attention(*x, LAYOUT, config, text_mask=mask, return_blocks=True)
+    # Entries past the counts have any value.
+    blocks.indices.masked_fill_(torch.arange(blocks.capacity, device=out.device) >= blocks.counts[..., None], 0)
     return [out, blocks.to_mask()], [x, mask, blocks]
 
 
