@@ -82,10 +82,10 @@ class Row:
 # Best first. Hopper's parts of the estimate are kernels that the portable functions are given.
 ROWS = (
     Row("hopper", dict(
-        estimate="portable.tail:estimate variances=hopper.tail_product:hopper_half_variances masses=hopper.tail_mass:hopper_mass",
-        combine="portable.tail_combine:combine merge=hopper.tail_merge:hopper_tail_merge merge_rows=hopper.tail_merge:ROWS "
+        estimate="portable.estimate:estimate variances=hopper.tail_product:hopper_half_variances masses=hopper.tail_mass:hopper_mass",
+        combine="portable.estimate:combine merge=hopper.tail_merge:hopper_tail_merge merge_rows=hopper.tail_merge:ROWS "
                 "matrices=hopper.tail_product:hopper_matrices",
-        combine_backward="portable.tail_combine:combine_backward matrices=hopper.tail_product:hopper_matrices"), _hopper_tail_cannot),
+        combine_backward="portable.estimate:combine_backward matrices=hopper.tail_product:hopper_matrices"), _hopper_tail_cannot),
     Row("cudnn", {}),
     Row("triton", dict(
         gather="prologue.reorder_kernel:gather", gather_one="prologue.reorder_kernel:one",
@@ -93,8 +93,8 @@ ROWS = (
         score="prologue.select_kernel:score", select="prologue.select_kernel:select", valid_lengths="prologue.select_kernel:valid_lengths",
         write_ring="portable.held:write_ring"), _triton_cannot),
     Row("triton", dict(
-        key_statistics="portable.tail:key_statistics", estimate="portable.tail:estimate", error_scores="portable.tail_rows:scores",
-        combine="portable.tail_combine:combine", combine_backward="portable.tail_combine:combine_backward",
+        key_statistics="portable.estimate:key_statistics", estimate="portable.estimate:estimate", error_scores="portable.tail_rows:scores",
+        combine="portable.estimate:combine", combine_backward="portable.estimate:combine_backward",
         room_for_statistics="portable.held:room_for_statistics", write_statistics="portable.held:write_statistics"), _triton_tail_cannot),
     Row("torch", dict(
         gather="eager.moves:gather", gather_one="eager.moves:one", gather_into="eager.moves:gather_into",

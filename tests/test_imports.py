@@ -289,7 +289,7 @@ def test_file_keeps_the_import_rules(path):
     ("kernels/portable/forward.py", "import importlib\nimportlib.import_module('..eager.blocks', __package__)"),
     ("kernels/hopper/forward.py", "from ..portable.config import forward_config"),
     ("kernels/hopper/forward.py", "from ..routing import Route"),
-    ("kernels/portable/tail.py", "def f():\n    from ..backend import choose_backend"),
+    ("kernels/portable/estimate.py", "def f():\n    from ..backend import choose_backend"),
     ("kernels/lowering/chunks.py", "from ..hopper import config"),
     ("kernels/prologue/select_kernel.py", "def f():\n    from ..eager.blocks import steps"),
     ("interfaces/other.py", "from ..layout import TileLayout"),

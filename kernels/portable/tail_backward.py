@@ -18,7 +18,6 @@ from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, row_pointers,
 from ..tail import Blocks, by_kv_head
 from .config import LaunchConfig
 from .tail_config import strides
-from .tail_groups import head_groups
 from .tail_rows import part_shares
 from .tail_statistics import block_rows, head_at, lower_tokens, padded
 
@@ -27,8 +26,6 @@ from .tail_statistics import block_rows, head_at, lower_tokens, padded
 _ROWS, _UNITS, _UNITS_BEFORE_HOPPER = LaunchConfig(64, 64, 4, 2), LaunchConfig(32, 64, 4, 2), LaunchConfig(32, 64, 8, 2)
 # Tiles that fit any GPU, for head_dims above 128, and for float32, which is multiplied without tensor cores.
 _WIDE = LaunchConfig(32, 32, 8, 1)
-# torch sums so few numbers in one order, however many sums there are, and tensors of so many bytes at once.
-SUMMED_ALIKE, ADDRESSED = 256, 1 << 31
 
 
 @triton.jit
@@ -242,21 +239,10 @@ def query_splits(device: torch.device, blocks: int, units: int, kv_heads: int, c
     return -(-blocks // share), share
 
 
-def several_groups(device: torch.device, q: Tensor, k: Tensor, blocks: int, units: int, at_once: int) -> int:
-    """How many groups of so many key heads ``combine_backward`` takes together: such as find room in the memory that the gradients of the
-    exact part will take, which come after, and as torch sums in one order."""
-    dim, group = q.shape[3], q.shape[1] // k.shape[1]
-    splits, _ = query_splits(device, blocks, units, at_once, tail_launches(dim, q.dtype, device_limits(device))["units"][1])
-    # Over the matrices of query blocks their gradients are written, and the sums come after both.
-    of_head = 2 * dim * dim * units + max(2 * dim * dim * blocks * group, 8 * dim * units * splits)
-    room = min((q.numel() + 2 * k.numel()) * q.element_size(), ADDRESSED)
-    return max(room // (at_once * of_head), 1) if splits < SUMMED_ALIKE else 1
-
-
 def row_gradients(
     dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dout: Tensor, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor,
     tail_lse: Tensor, q: Tensor, q_blocks: Blocks, bias2: Tensor, k_mean: Tensor, v_mean: Tensor, matrix: Tensor, mixture: Tensor,
-    dcovariance: Tensor, scale: float, at_once: int,
+    dcovariance: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Writes the gradients for the exact part's out and lse, and for q, where compensated blocks are, and those of the covariances; nothing
     of other rows. Returns what ``key_gradients`` wants to know of rows.
@@ -275,7 +261,6 @@ def row_gradients(
             written over it.
         dcovariance: takes the covariances' gradients, ``[B, Hkv, U, D * D]`` of that dtype, contiguous.
         scale: factor on the scores.
-        at_once: key heads whose matrices are one product of torch's. By how many these are it chooses how it sums.
     """
     (batch, heads, tokens, dim), kv_heads, (blocks, units), (offsets, _, longest) = q.shape, k_mean.shape[1], bias2.shape[2:], q_blocks
     group, launches = heads // kv_heads, tail_launches(dim, q.dtype, device_limits(q.device))
@@ -290,17 +275,15 @@ def row_gradients(
     sizes, config = launches["matrix"]
     launch(_tail_matrix_kernel, (blocks, batch * heads, -(-dim // sizes["C"])), (q, dout, matrix, exact_lse, tail_lse, offsets),
            (*strides(q, dout), heads, tokens, blocks, scale), sizes, config.options())
-    for own, shared in head_groups(batch, kv_heads, group, at_once):
-        # The query heads of a key head are rows of one product.
-        sums = dcovariance[shared]
-        torch.bmm(by_kv_head(mixture[own], sums.shape[1]).mT, by_kv_head(matrix[own], sums.shape[1]), out=sums.flatten(0, 1))
+    # The query heads of a key head are rows of one product.
+    torch.bmm(by_kv_head(mixture, kv_heads).mT, by_kv_head(matrix, kv_heads), out=dcovariance.flatten(0, 1))
     return lse2, shift
 
 
 def key_gradients(
     dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias2: Tensor,
     of_rows: tuple[Tensor, Tensor], log_count: Tensor, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, dcovariance: Tensor,
-    scale: float, at_once: int,
+    scale: float,
 ) -> None:
     """Writes the gradients for k and v, where compensated blocks are; nothing of other rows.
 
@@ -310,13 +293,12 @@ def key_gradients(
         log_count: float32 ``[B, Hkv, U]``, contiguous, -inf where nothing is estimated of a unit.
         order: int32 ``[B, Hkv, P']`` or None, as in ``BlockEstimates``, contiguous.
         dcovariance: what ``row_gradients`` wrote.
-        at_once: how many key heads say into how many sums a unit's gradients are split.
         The others: as ``row_gradients`` takes them.
     """
     (batch, _, tokens, dim), kv_heads, (blocks, units), (kv_offsets, kv_number, _) = q.shape, k.shape[1], bias2.shape[2:], kv_blocks
     launches = tail_launches(dim, q.dtype, device_limits(q.device))
     sizes, config = launches["units"]
-    chunks, (splits, share) = -(-units // config.block_n), query_splits(q.device, blocks, units, min(at_once, batch * kv_heads), config)
+    chunks, (splits, share) = -(-units // config.block_n), query_splits(q.device, blocks, units, batch * kv_heads, config)
     some = [torch.empty(splits, *k_mean.shape, dtype=torch.float32, device=q.device) for _ in range(2)]
     launch(_tail_units_kernel, (chunks, batch * kv_heads, splits), (q, dout, k_mean, v_mean, *some, *of_rows, bias2, q_blocks[0]),
            (*strides(q, dout), kv_heads, q.shape[1] // kv_heads, tokens, blocks, units, share, scale * LOG2E, scale), sizes,

@@ -212,7 +212,7 @@ def test_on_a_gpu(units, longest, dim):
 @pytest.mark.parametrize("name", ["q", "out"])
 def test_on_a_gpu_what_tma_cannot_follow_is_copied(name):
     from ssta.kernels.hopper.tail_merge import ROWS, hopper_tail_merge
-    from ssta.kernels.portable import tail_combine as steps
+    from ssta.kernels.portable import estimate as steps
 
     case = tail_case([384, 100, 300], 3, heads=4, dim=128, dtype=torch.bfloat16, device="cuda")
     blocks, estimates, results = case.some_blocks(), case.estimate(), []

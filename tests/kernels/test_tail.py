@@ -7,10 +7,9 @@ import pytest
 import torch
 from backend_rows import DEVICE, rows
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
-from launches import launches
 from tail_cases import no_worse, same_estimates, tail_case
 
-from ssta.kernels.portable import tail_combine, tail_groups, tail_order
+from ssta.kernels.portable import estimate, tail_order
 from ssta.kernels.tail import BlockEstimates, useful_heads
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -96,7 +95,7 @@ def test_heads_done_in_groups_are_the_heads():
         calls.append((*case.exact(blocks)[0], blocks))
     whole = case.estimate()
     added = [case.add(*call, whole) for call in calls]
-    case = dataclasses.replace(case, room=0.0)
+    case = dataclasses.replace(case, budget=0.0)
     grouped = case.estimate()
     torch.testing.assert_close(grouped.half_variance, whole.half_variance)
     torch.testing.assert_close(grouped.mass, whole.mass)
@@ -104,42 +103,24 @@ def test_heads_done_in_groups_are_the_heads():
         torch.testing.assert_close(case.add(*call, grouped), wanted)
 
 
-@pytest.mark.parametrize("room, at_once", [(1e9, 16), (270, (8, 3)), (270 - 1e-9, (8, 3)), (230, (3, 3)), (200, (8, 2)), (0, (1, 1))])
-def test_biases_of_more_heads_at_once_than_matrices(room, at_once):
-    """As far as there is room, and never for more groups of matrices."""
-    found = tail_combine._at_once(16, room, 63, 5.5)
-    assert min(found) >= 16 if at_once == 16 else found == at_once
+@pytest.mark.parametrize("batch, most, sizes", [
+    (1, 16, [16]), (1, 15, [8, 8]), (1, 8, [8, 8]), (1, 6, [6, 6, 4]), (2, 6, [6, 6, 4, 6, 6, 4]), (2, 16, [16, 16]), (2, 32, [32]),
+    (1, 0.5, [1] * 16)])
+def test_groups_of_heads_are_all_heads(batch, most, sizes):
+    """As few as the budget allows, of nearly the same size. ``most``: how many heads it is enough for."""
+    q, x = torch.empty(batch, 32, 40, 64, dtype=torch.bfloat16, device="meta"), torch.arange(batch * 16).view(batch, 16)
+    found = list(estimate.head_groups(q, q[:, ::2], int(estimate.BUDGET * q.numel() * 2 / most)))
+    groups = [x[shared] for _, shared in found]
+    assert [part.numel() for part in groups] == sizes and torch.equal(torch.cat([part.flatten() for part in groups]), x.flatten())
+    queries = torch.arange(batch * 32).view(batch, 32)
+    assert all(torch.equal(queries[own].unflatten(1, (-1, 2))[..., 0] // 2, x[shared]) for own, shared in found)
 
 
-@pytest.mark.parametrize("batch, at_once, several, sizes", [
-    (1, 3, 1, [3, 3, 3, 3, 3, 1]), (1, 9, 1, [9, 7]), (1, 6, 1, [6, 6, 4]), (2, 6, 1, [6, 6, 4, 6, 6, 4]), (2, 16, 1, [16, 16]),
-    (2, 32, 1, [32]), (1, 3, 2, [6, 6, 3, 1]), (2, 6, 9, [12, 4, 12, 4]), (1, 4, 4, [16])])
-def test_groups_of_heads_are_all_heads(batch, at_once, several, sizes):
-    x = torch.arange(batch * 16).view(batch, 16)
-    found = [x[shared] for _, shared in tail_groups.head_groups(batch, 16, 2, at_once, several)]
-    assert [part.numel() for part in found] == sizes and torch.equal(torch.cat([part.flatten() for part in found]), x.flatten())
-
-
-def test_heads_whose_biases_are_made_together_are_the_heads():
-    """Where there is room for the matrices of one of four key heads and the biases of two."""
-    case = tail_case([20, 9, 12], 2, heads=8, kv_heads=4, batch=2, device=DEVICE)
-    blocks, estimates = case.some_blocks(), case.estimate()
-    (out, lse), _ = case.exact(blocks)
-    wanted = case.add(out, lse, blocks, estimates)
-    held = tail_combine.KNOWN_OF_A_PAIR * estimates.half_variance.numel() + 4 * blocks.indices.numel()
-    needed = 2 * 16**2 * (2 + 2 * 2) + 2 * tail_combine.MADE_OF_A_PAIR * 2 * 2 * 2
-    case = dataclasses.replace(case, room=(held + needed) / tail_groups.mean_bytes(case.q, case.k))
-    with launches() as seen:
-        torch.testing.assert_close(case.add(out, lse, blocks, estimates), wanted)
-    # For two heads biases, and for each then covariances and merge.
-    assert len(seen) == 2 * 2 * (1 + 2 * 2)
-
-
-@pytest.mark.parametrize("row, parts, room", [("triton", 1, 1e9), ("triton", 2, 0.0), ("torch", 1, None), ("torch", 2, None)])
-def test_statistics_of_keys_that_were_found_before(row, parts, room):
+@pytest.mark.parametrize("row, parts, budget", [("triton", 1, 1e9), ("triton", 2, 0.0), ("torch", 1, None), ("torch", 2, None)])
+def test_statistics_of_keys_that_were_found_before(row, parts, budget):
     """Found once for all keys, or for some blocks and for others: the estimates, and what is made of them, have the same bits."""
     case = tail_case([20, 33, 17, 9, 12], 4, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
-    case.room = room
+    case.budget = budget
     backend, blocks = case.backend(row), case.some_blocks()
     offsets, _, longest = case.shape[1]
     every = backend.key_statistics(case.k, case.v, case.shape[1], parts, True)

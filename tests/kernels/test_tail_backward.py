@@ -43,9 +43,10 @@ class Case:
         exact, exact_lse, q, k, v = self.inputs
         out, lse, _, tail_lse, bias, mixture = self.combined(row)
         of, found = self.of, self.estimates
-        return of.backend(row).combine_backward(
-            self.dout, exact, exact_lse, out, lse, tail_lse, q, k, v, *of.shape, bias, mixture, found.log_count, found.order,
-            found.k_mean, found.v_mean, of.scale, **of.options)
+        with of.budgeted():
+            return of.backend(row).combine_backward(
+                self.dout, exact, exact_lse, out, lse, tail_lse, q, k, v, *of.shape, bias, mixture, found.log_count, found.order,
+                found.k_mean, found.v_mean, of.scale)
 
     def head(self, number):
         """Of a key head, with its query heads."""
@@ -161,10 +162,9 @@ def test_the_kernels_compute_the_formulas(parts, heads, kv_heads):
     dout, *rows, q, k, v = [x.float() for x in (of.dout, *exact, out, lse, tail_lse, q, k, v)]
     k_mean, v_mean, *products = [x.float().contiguous() for x in (estimates.k_mean, estimates.v_mean, matrix.flatten(3), mixture)]
     dcovariance = torch.empty(*k_mean.shape[:3], q.shape[3]**2, device=DEVICE)
-    of_rows = row_gradients(dexact, dexact_lse, dq, dout, *rows, q, q_blocks, bias2, k_mean, v_mean, *products, dcovariance, of.of.scale,
-                            2 * kv_heads)
+    of_rows = row_gradients(dexact, dexact_lse, dq, dout, *rows, q, q_blocks, bias2, k_mean, v_mean, *products, dcovariance, of.of.scale)
     key_gradients(dk, dv, dout, q, k, v, q_blocks, kv_blocks, bias2, of_rows, of.estimates.log_count, of.estimates.order, k_mean, v_mean,
-                  dcovariance, of.of.scale, 2 * kv_heads)
+                  dcovariance, of.of.scale)
     assert_as_exact(of, got, of.by_autograd(), of.by_autograd(torch.float32))
 
 
@@ -217,13 +217,12 @@ def test_the_same_inputs_give_the_same_bits():
 
 
 @pytest.mark.parametrize("heads", [2, 4])
-def test_heads_that_share_launches_have_the_bits_of_heads_one_by_one(heads):
-    """Products and sums are as of one head."""
+def test_heads_done_in_groups_have_the_bits_of_heads_one_by_one(heads):
     of = case(1, heads, 2, lengths=SHORT)
-    of.of.room = 0.0
+    of.of.budget = 0.0
     with launches() as seen:
         together = of.gradients()
-    assert [kernel.fn.__name__ for kernel, *_ in seen].count("_tail_rows_kernel") == 1
+    assert [kernel.fn.__name__ for kernel, *_ in seen].count("_tail_rows_kernel") == 2
     alone = [of.head(number).gradients() for number in range(2)]
     assert all(torch.equal(a, torch.cat(b, 1)) for a, b in zip(together, zip(*alone)))
 

@@ -1,5 +1,6 @@
 """Cases of the tail, and its formulas in loops, differentiable by autograd."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -16,8 +17,8 @@ from ssta.kernels.tail import BlockEstimates
 @dataclass
 class TailCase:
     """q, k and v in the order of blocks of ``lengths`` tokens, of which the first ``number`` are compensated; ``parts`` as in
-    BlockEstimates. ``kv_lengths``, ``kv_number``: of k and v where they have blocks of their own. ``room``: of kernels for matrices, as
-    their steps' own where None."""
+    BlockEstimates. ``kv_lengths``, ``kv_number``: of k and v where they have blocks of their own. ``budget``: of kernels for heads at
+    once, their own where None."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -27,7 +28,7 @@ class TailCase:
     parts: int
     kv_lengths: list | None = None
     kv_number: int | None = None
-    room: float | None = None
+    budget: float | None = None
 
     def __post_init__(self):
         if self.kv_lengths is None:
@@ -69,13 +70,13 @@ class TailCase:
         """Whose steps are those of a row of the backend table."""
         return backend_of(row, self.q.dtype, self.q.shape[3])
 
-    @property
-    def options(self):
-        """Of the kernels' steps."""
-        return {} if self.room is None else dict(room=self.room)
+    def budgeted(self):
+        """In it kernels have the case's budget."""
+        return nullcontext() if self.budget is None else patch("ssta.kernels.portable.estimate.BUDGET", self.budget)
 
     def estimate(self, row="triton", **options):
-        return self.backend(row).estimate(self.q, self.k, self.v, *self.shape, self.scale, self.parts, **options, **self.options)
+        with self.budgeted():
+            return self.backend(row).estimate(self.q, self.k, self.v, *self.shape, self.scale, self.parts, **options)
 
     def scores(self, estimates, row="triton"):
         return self.backend(row).error_scores(estimates.mass, estimates.half_variance, estimates.log_count, estimates.parts)
@@ -88,8 +89,9 @@ class TailCase:
 
     def combine(self, out, lse, blocks, estimates, row="triton", keep=False):
         """In place of out and lse."""
-        return self.backend(row).combine(out, lse, self.q, self.k, self.v, *self.shape, blocks.counts, blocks.indices, estimates,
-                                         self.scale, keep, **self.options)
+        with self.budgeted():
+            return self.backend(row).combine(out, lse, self.q, self.k, self.v, *self.shape, blocks.counts, blocks.indices, estimates,
+                                             self.scale, keep)
 
     def specified_estimates(self, cut=None):
         """In plain torch, of q, k and v in float64; blocks are cut in two as those of the estimates ``cut``, where that is given: of

@@ -116,12 +116,11 @@ def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> 
     """What stands in for blocks that no list names, and its gradients."""
     from ssta.kernels import BlockLists
     from ssta.kernels.backend import choose
-    from ssta.kernels.portable import tail as before
-    from ssta.kernels.portable import tail_combine as after
+    from ssta.kernels.portable import estimate as portable
     from ssta.kernels.routing import Where
 
     # All heads at once: one by one they would be compiled again, with other alignments.
-    before.ESTIMATE_ROOM = after.MERGE_ROOM = after.BACKWARD_ROOM = 1e9
+    portable.BUDGET = 1e9
     lists = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), 128, 128)
     q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
     blocks, lse = (torch.arange(0, 512, 128, dtype=torch.int32), 3, 128), torch.zeros(1, 2, 384)
