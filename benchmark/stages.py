@@ -29,7 +29,7 @@ FUNCTIONS = {
     "score": ((Layer, Layer.score),),
     "select": ((Layer, Layer.select),),
     "attend": ((Layer, Layer.attend),),
-    "combine": ((Layer, Layer.combine),),
+    "merge": ((Layer, Layer.merge),),
     "untile": ((Layer, Layer.take),),
     "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange), (Around, Around.enter),
                     (Incoming, Incoming.wait), (Sent, Sent.wait)),

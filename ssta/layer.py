@@ -20,7 +20,7 @@ from .spec import LayerSpec
 from .text import TextMask
 
 if TYPE_CHECKING:
-    from .kernels.tail import BlockEstimates, KeyStatistics
+    from .kernels.estimate import Estimate
     from .ranks.around import Around
     from .ranks.exchange import Incoming
     from .ranks.shares import Sent
@@ -36,7 +36,7 @@ class HeldKeys(NamedTuple):
     """
 
     lengths: Tensor
-    statistics: KeyStatistics | None
+    statistics: Estimate | None
     k_per_row: Tensor | None
 
 
@@ -80,7 +80,7 @@ class Layer:
         self.budget = budget_of(config, self) if spec.chooses else None
         self.estimates = spec.estimates
         self.room = spec.room
-        # As the steps "estimate" and "combine" take them.
+        # As the steps "estimate" and "merge" take them.
         self.q_blocks, self.kv_blocks = ((tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile)
                                          for tiles in (self.tiles, self.kv_tiles))
         self.moves = self.tiles.moves or self.kv_tiles.moves
@@ -121,7 +121,7 @@ class Layer:
         tape = Tape(rows, k, v, out, lse) if self.spec.recorded else None
         mass = None
         if estimates is not None:
-            out, lse, mass, kept = self.combine(out, lse, q, k, v, selection.blocks, estimates)
+            out, lse, mass, kept = self.merge(out, lse, q, k, v, selection.blocks, estimates)
             if tape is not None:
                 tape = tape._replace(merged=out, merged_lse=lse, **kept)
         del rows, q, k, v, estimates
@@ -166,12 +166,12 @@ class Layer:
         of = (tiled.q, tiled.q_means, self.tiles), (tiled.k, tiled.k_means, self.kv_tiles), (tiled.v, None, self.kv_tiles)
         return tuple([tile_means(x, tiles) if known is None else known.to(x.dtype) for x, known, tiles in of])
 
-    def estimate(self, tiled: Tiled, useful: Tensor | None) -> BlockEstimates:
+    def estimate(self, tiled: Tiled, useful: Tensor | None) -> Estimate:
         """What the video tiles are worth that will not be computed; of layers that do not drop them."""
         return self.backend.estimate(tiled.q, tiled.k, tiled.v, self.q_blocks, self.kv_blocks, self.spec.scale,
                                      self.spec.config.compensation_parts, useful, None if tiled.held is None else tiled.held.statistics)
 
-    def score(self, tiled: Tiled, estimates: BlockEstimates | None) -> Tensor:
+    def score(self, tiled: Tiled, estimates: Estimate | None) -> Tensor:
         """How much each video tile wants each of the keys'; of layers that choose."""
         assert self.rule is not None, "the layer attends to fixed tiles"
         return self.rule(Facts(tiled, estimates, self))
@@ -180,7 +180,7 @@ class Layer:
         """What a mask leaves of the keys' dense runs."""
         return text_lengths(self.kv_tiles, text_mask, self.backend)
 
-    def select(self, tiled: Tiled, estimates: BlockEstimates | None, left: Left) -> Selection:
+    def select(self, tiled: Tiled, estimates: Estimate | None, left: Left) -> Selection:
         """The tiles that each tile attends to."""
         held = tiled.held
         active, lengths = left if held is None else (None, held.lengths)
@@ -205,19 +205,19 @@ class Layer:
         return choose_route(spec.impl, spec.device, spec.dtype, spec.head_dim, PatternFacts.of(blocks), heads=spec.heads,
                             kv_heads=spec.kv_heads, deterministic=spec.deterministic)
 
-    def combine(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, estimates: BlockEstimates
+    def merge(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, estimates: Estimate
                 ) -> tuple[Tensor, Tensor, ExactMass, dict[str, Any]]:
         """(out, lse, exact mass, what else a tape has) of attention with what the lists leave out estimated."""
         spec = self.spec
         out, lse = self.rows.spread(self.backend, out, lse)
         if spec.recorded:
             out, lse = out.clone(), lse.clone()
-        shares, tail_lse, bias, mixture = self.backend.combine(out, lse, q, k, v, self.q_blocks, self.kv_blocks, blocks.counts,
+        shares, estimate_lse, bias, mixture = self.backend.merge(out, lse, q, k, v, self.q_blocks, self.kv_blocks, blocks.counts,
                                                                blocks.indices, estimates, spec.scale, spec.recorded)
         mass = ExactMass(shares, blocks.counts, estimates.useful, self.kv_tiles.num_tiles)
         return out, lse, mass, dict(
-            tail_lse=tail_lse, bias=bias, mixture=mixture, log_count=estimates.log_count, order=estimates.order, k_mean=estimates.k_mean,
-            v_mean=estimates.v_mean, q_all=None if spec.rows is None else q)
+            estimate_lse=estimate_lse, bias=bias, mixture=mixture, log_count=estimates.log_count, order=estimates.order,
+            k_mean=estimates.k_mean, v_mean=estimates.v_mean, q_all=None if spec.rows is None else q)
 
     def take(self, out: Tensor) -> Tensor:
         """Back to the order of the sequence, or the one that the result is wanted in."""
@@ -238,12 +238,12 @@ class Layer:
         q, k, v, out, lse, *_ = tape
         lists = rows.lists(blocks)
         route = self._route(lists)
-        dlse = of_tail = None
+        dlse = of_estimate = None
         given = dout
         if tape.merged is None:
             dout = backend.take(dout, rows.held) if self.moves or spec.rows is not None else dout
         else:
-            dout, dlse, *of_tail = self._combine_backward(tape, in_places(backend, dout, rows.token_of_slot))
+            dout, dlse, *of_estimate = self._merge_backward(tape, in_places(backend, dout, rows.token_of_slot))
         dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, spec.scale, False, spec.deterministic,
                                         in_place=dout is not given)
         # As in ``run``: one gradient after another goes back to its order, and nothing that was read is there meanwhile.
@@ -252,8 +252,8 @@ class Layer:
         del dq, dk, dv
         for number, tiles in enumerate((self.tiles, self.kv_tiles, self.kv_tiles)):
             x = grads[number]
-            if of_tail:
-                x.add_(of_tail.pop(0))
+            if of_estimate:
+                x.add_(of_estimate.pop(0))
             if dmeans and dmeans[number] is not None:
                 x.add_(tiles.spread((dmeans[number] / tiles.lengths[:tiles.num_video_tiles, None]).to(x.dtype), backend.take))
             grads[number] = tiles.collect(x, backend.take) if self.moves else x
@@ -261,12 +261,12 @@ class Layer:
         dq, dk, dv = grads
         return dq, dk, dv
 
-    def _combine_backward(self, tape: Tape, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _merge_backward(self, tape: Tape, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of the exact part's out and lse, of its rows, and of all q, k and v."""
         exact, exact_lse = self.rows.spread(self.backend, tape.out, tape.lse)
         q = tape.q if tape.q_all is None else tape.q_all
-        dexact, dexact_lse, *rest = self.backend.combine_backward(
-            dout, exact, exact_lse, tape.merged, tape.merged_lse, tape.tail_lse, q, tape.k, tape.v, self.q_blocks, self.kv_blocks,
+        dexact, dexact_lse, *rest = self.backend.merge_backward(
+            dout, exact, exact_lse, tape.merged, tape.merged_lse, tape.estimate_lse, q, tape.k, tape.v, self.q_blocks, self.kv_blocks,
             tape.bias, tape.mixture, tape.log_count, tape.order, tape.k_mean, tape.v_mean, self.spec.scale)
         dexact, dexact_lse = self.rows.gathered(self.backend, dexact, dexact_lse)
         return dexact, dexact_lse, *rest

@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .config import SSTAConfig
     from .kernels import Backend
-    from .kernels.tail import BlockEstimates
+    from .kernels.estimate import Estimate
     from .layer import Layer, Tiled
     from .layout import TileLayout
 
@@ -34,7 +34,7 @@ class Facts:
         estimates: as given.
     """
 
-    def __init__(self, tiled: Tiled, estimates: BlockEstimates | None, layer: Layer) -> None:
+    def __init__(self, tiled: Tiled, estimates: Estimate | None, layer: Layer) -> None:
         self.backend: Backend = layer.backend
         self.lambda_: float = layer.spec.config.lambda_
         self.estimates = estimates

@@ -1,102 +1,101 @@
 """The estimate by Triton's kernels: blocks' statistics, what queries see in them, the merge with the exact part, and gradients.
 
-Arguments and results are those of ``eager/tail.py``, on a GPU or in Triton's interpreter; each lse is float32 and contiguous. The same
+Arguments and results are those of ``eager/estimate.py``, on a GPU or in Triton's interpreter; each lse is float32 and contiguous. The same
 inputs give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ..estimate import CAP, Blocks, Estimate, by_kv_head, sampled_queries
 from ..lowering.chunks import block_lists
 from ..lowering.inputs import loaded, strided, tma_ok
-from ..tail import CAP, BlockEstimates, Blocks, KeyStatistics, by_kv_head, sampled_queries
-from . import coded, tail_backward, tail_order, tail_rows, tail_statistics
+from . import coded, estimate_backward, estimate_order, estimate_rows, estimate_statistics
 
 # What a step makes for some heads at once may take this share of the mean bytes of q, k, v and attention's result, and twice as much while
 # that result, or the gradients of the exact part, are to come: a layer is within 1.25 times q, k, v and the result.
 BUDGET = 0.65
 
 
-def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covariances: bool) -> KeyStatistics:
-    """``key_statistics`` of ``eager/tail.py``."""
+def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covariances: bool) -> Estimate:
+    """``key_statistics`` of ``eager/estimate.py``."""
     k, v = strided(k), strided(v)
     log_count, order, k_mean, v_mean = _new_means(k, kv_blocks, parts)
-    moments = _new_matrices(k_mean, tail_statistics.packed_size(k.shape[3]))
+    moments = _new_matrices(k_mean, estimate_statistics.packed_size(k.shape[3]))
     mixed = _new_matrices(k_mean, k.shape[3]**2) if covariances else None
     if k.numel():
-        tail_statistics.key_statistics(k, v, kv_blocks[0], k_mean, v_mean, log_count, order, parts, moments)
+        estimate_statistics.key_statistics(k, v, kv_blocks[0], k_mean, v_mean, log_count, order, parts, moments)
         if mixed is not None:
-            tail_statistics.covariances(k, v, kv_blocks[0], k_mean, v_mean, log_count, order, None, parts, mixed)
+            estimate_statistics.covariances(k, v, kv_blocks[0], k_mean, v_mean, log_count, order, None, parts, mixed)
     else:
         for x in (moments, mixed):
             if x is not None:
                 x.zero_()
-    return KeyStatistics(parts, log_count, order, k_mean, v_mean, moments, mixed)
+    return Estimate(parts, log_count, order, k_mean, v_mean, moments, mixed)
 
 
 def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int, useful: Tensor | None = None,
-             known: KeyStatistics | None = None, *, variances: Callable[..., None] | None = None,
-             masses: Callable[..., None] = tail_rows.sampled_mass) -> BlockEstimates:
-    """``estimate`` of ``eager/tail.py``. ``variances``: ``hopper_half_variances``, for numbers of units for which it is faster than cuBLAS.
-    ``masses``: ``hopper_mass`` or the portable kernel."""
+             known: Estimate | None = None, *, variances: Callable[..., None] | None = None,
+             masses: Callable[..., None] = estimate_rows.sampled_mass) -> Estimate:
+    """``estimate`` of ``eager/estimate.py``. ``variances``: ``hopper_half_variances``, for numbers of units for which it is faster than
+    cuBLAS. ``masses``: ``hopper_mass`` or the portable kernel."""
     q = strided(q)
-    moments = covariances = scales = None
     if known is None:
         k, v = strided(k), strided(v)
-        log_count, order, k_mean, v_mean = _new_means(k, kv_blocks, parts)
+        keys = Estimate(parts, *_new_means(k, kv_blocks, parts))
     else:
-        log_count, order, k_mean, v_mean, moments, covariances, scales = (
-            None if x is None else x.contiguous() for x in (known.log_count, known.order, known.k_mean, known.v_mean, known.moments,
-                                                            known.covariances, known.scales))
+        keys = Estimate(**vars(known) | {name: x.contiguous() for name, x in vars(known).items() if isinstance(x, Tensor)})
+    log_count, order, k_mean, v_mean = keys.log_count, keys.order, keys.k_mean, keys.v_mean
     (offsets, blocks, longest), (batch, heads, _, dim), (kv_heads, units) = q_blocks, q.shape, k_mean.shape[1:3]
-    group, entries = heads // kv_heads, tail_statistics.packed_size(dim)
+    group, entries = heads // kv_heads, estimate_statistics.packed_size(dim)
     half_variance, mass = (torch.empty(batch, heads, blocks, units, dtype=torch.bfloat16, device=q.device) for _ in range(2))
     if not q.numel() or known is None and not k.numel():
         useful = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if useful is None else useful
-        return BlockEstimates(parts, log_count, half_variance.zero_(), mass.zero_(), order, k_mean, v_mean, useful, covariances, scales)
-    sample, slabs = sampled_queries(longest), 1 if scales is None else coded.slabs(dim)
+        return replace(keys, moments=None, half_variance=half_variance.zero_(), mass=mass.zero_(), useful=useful)
+    sample, slabs = sampled_queries(longest), 1 if keys.scales is None else coded.slabs(dim)
     # The kernel that compares queries with units reads numbers of four bytes faster.
     wide = torch.empty(batch, heads, blocks, slabs * units, dtype=torch.float32, device=q.device)
     of_head = 2 * entries * (blocks * group + (units if known is None else 0))
     for own, shared in head_groups(q, k, of_head, 2):
-        if known is None:
-            keys = _new_matrices(k_mean[shared], entries)
-            tail_statistics.key_statistics(k[shared], v[shared], kv_blocks[0], k_mean[shared], v_mean[shared], log_count[shared],
-                                           None if order is None else order[shared], parts, keys)
+        if keys.moments is None:
+            moments = _new_matrices(k_mean[shared], entries)
+            estimate_statistics.key_statistics(k[shared], v[shared], kv_blocks[0], k_mean[shared], v_mean[shared], log_count[shared],
+                                           None if order is None else order[shared], parts, moments)
         else:
-            keys = moments[shared]
+            moments = keys.moments[shared]
         queries = _new_matrices(wide[own], entries)
-        tail_statistics.query_moments(q[own], offsets, blocks, sample, 0.5 * scale**2, queries)
-        if scales is not None:
-            coded.half_variances(queries, keys, scales[shared], wide[own])
+        estimate_statistics.query_moments(q[own], offsets, blocks, sample, 0.5 * scale**2, queries)
+        if keys.scales is not None:
+            coded.half_variances(queries, moments, keys.scales[shared], wide[own])
         elif variances is not None and units % 8:
             # cuBLAS takes kernels for Ampere where the number of units is no multiple of 8.
-            variances(queries, keys, wide[own])
+            variances(queries, moments, wide[own])
         else:
-            _wide_product(by_kv_head(queries, keys.shape[1]), keys.flatten(0, 1).mT, by_kv_head(wide[own], keys.shape[1]))
+            _wide_product(by_kv_head(queries, moments.shape[1]), moments.flatten(0, 1).mT, by_kv_head(wide[own], moments.shape[1]))
         # Before those of the next heads.
-        del keys, queries
+        del moments, queries
     error = torch.empty(batch, heads, blocks, dtype=torch.float32, device=q.device)
     masses(q, k_mean, log_count, wide, offsets, scale, sample, CAP, mass, half_variance, error)
-    useful = tail_rows.useful_heads(error) if useful is None else useful
-    return BlockEstimates(parts, log_count, half_variance, mass, order, k_mean, v_mean, useful, covariances, scales)
+    useful = estimate_rows.useful_heads(error) if useful is None else useful
+    return replace(keys, moments=None, half_variance=half_variance, mass=mass, useful=useful)
 
 
-def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, counts: Tensor, indices: Tensor,
-            estimates: BlockEstimates, scale: float, keep: bool, *, merge: Callable[..., None] = tail_rows.merge,
-            merge_rows: int | None = None, matrices: Callable[..., None] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``combine`` of ``eager/tail.py``; the mixture is bfloat16, and its rows are dense but not contiguous. ``merge``, which takes so many
-    rows at once: ``hopper_tail_merge``, where a backend names it, or the portable kernel; ``matrices``: there ``hopper_matrices``, else
+def merge(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, counts: Tensor, indices: Tensor,
+            estimates: Estimate, scale: float, keep: bool, *, kernel: Callable[..., None] = estimate_rows.merge,
+            kernel_rows: int | None = None, matrices: Callable[..., None] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``merge`` of ``eager/estimate.py``; the mixture is bfloat16, and its rows are dense but not contiguous. ``kernel``, which takes
+    so many rows at once: ``hopper_merge``, where a backend names it, or the portable kernel; ``matrices``: there ``hopper_matrices``, else
     torch's product."""
-    (merged, q), k, v = map(strided if merge_rows is None else loaded, (out, q)), strided(k), strided(v)
+    (merged, q), k, v = map(strided if kernel_rows is None else loaded, (out, q)), strided(k), strided(v)
     (q_offsets, blocks, longest), (kv_offsets, key_blocks, _), parts = q_blocks, kv_blocks, estimates.parts
     (batch, heads, tokens, dim), kv_heads, units = q.shape, k.shape[1], key_blocks * parts
     group = heads // kv_heads
-    programs = -(-longest // (merge_rows or tail_rows.merged_rows(q)))
+    programs = -(-longest // (kernel_rows or estimate_rows.merged_rows(q)))
     shares = torch.empty(batch, heads, blocks, programs, dtype=torch.float32, device=q.device)
     saved = _new_pairs(batch, heads if keep else 0, tokens, blocks, units, q.device)
     if not q.numel():
@@ -109,35 +108,37 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
     of_head = 2 * dim * dim * (blocks * group + (units if estimates.covariances is None else 0)) + 6 * group * blocks * units * (not keep)
     for own, shared in head_groups(q, k, of_head):
         some, queries = _of_heads(estimates, own, shared), q[own]
-        tail_lse, bias, mixture = [x[own] for x in saved] if keep else _new_pairs(*queries.shape[:3], blocks, units, q.device)
+        made = saved if keep else _new_pairs(queries.shape[0], queries.shape[1], tokens, blocks, units, q.device)
+        estimate_lse, bias, mixture = [x[own] for x in made] if keep else made
         lists = block_lists(_of_lists(counts, heads, own, shared), _of_lists(indices, heads, own, shared), queries.shape[1], key_blocks)
         left = torch.empty(bias.shape[:3], dtype=torch.int32, device=q.device)
-        tail_rows.unit_bias(some.log_count, some.half_variance, some.mass, lists, some.useful, parts, bias, left, mixture)
+        half_variance, mass, useful = some.of_queries
+        estimate_rows.unit_bias(some.log_count, half_variance, mass, lists, useful, parts, bias, left, mixture)
         matrix = torch.empty(*mixture.shape[:3], dim * dim, dtype=torch.bfloat16, device=q.device)
-        if some.scales is not None:
+        if some.covariances is not None and some.scales is not None:
             coded.mixtures(mixture, some.covariances, some.scales, matrix)
         else:
             covariances = some.covariances
             if covariances is None:
                 covariances = _new_matrices(some.k_mean, dim * dim)
-                tail_statistics.covariances(k[shared], v[shared], kv_offsets, some.k_mean, some.v_mean, some.log_count, some.order,
-                                            some.useful, parts, covariances)
+                estimate_statistics.covariances(k[shared], v[shared], kv_offsets, some.k_mean, some.v_mean, some.log_count, some.order,
+                                                useful, parts, covariances)
             (matrices or _matrices)(mixture, covariances, matrix)
             del covariances
-        merge(merged[own], lse[own], queries, some.k_mean, some.v_mean, bias, left, matrix, tail_lse, q_offsets, scale, shares[own])
+        kernel(merged[own], lse[own], queries, some.k_mean, some.v_mean, bias, left, matrix, estimate_lse, q_offsets, scale, shares[own])
         # Before those of the next heads.
-        del matrix, tail_lse, bias, mixture
+        del matrix, made, estimate_lse, bias, mixture
     if merged is not out:
         out.copy_(merged)
     return shares, *saved
 
 
-def combine_backward(
-    dout: Tensor, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
+def merge_backward(
+    dout: Tensor, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, estimate_lse: Tensor,
     q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias: Tensor, mixture: Tensor, log_count: Tensor,
     order: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float, *, matrices: Callable[..., None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``combine_backward`` of ``eager/tail.py``. ``matrices``: as of ``combine``."""
+    """``merge_backward`` of ``eager/estimate.py``. ``matrices``: as of ``merge``."""
     if not tma_ok(mixture):
         mixture = mixture.new_empty(*mixture.shape[:3], _row(mixture.shape[3]))[..., :mixture.shape[3]].copy_(mixture)
     dout, exact, out, q, k, v = map(strided, (dout, exact, out, q, k, v))
@@ -154,14 +155,14 @@ def combine_backward(
         keys, values, counts, places = k[shared], v[shared], log_count[shared], None if order is None else order[shared]
         of_units, mixed = (k_mean[shared], v_mean[shared]), mixture[own]
         covariances = _new_matrices(of_units[0], dim * dim)
-        tail_statistics.covariances(keys, values, kv_blocks[0], *of_units, counts, places, None, units // kv_blocks[1], covariances)
+        estimate_statistics.covariances(keys, values, kv_blocks[0], *of_units, counts, places, None, units // kv_blocks[1], covariances)
         matrix = torch.empty(*mixed.shape[:3], dim * dim, dtype=torch.bfloat16, device=q.device)
         (matrices or _matrices)(mixed, covariances, matrix)
-        of_rows = tail_backward.row_gradients(
-            dexact[own], dexact_lse[own], dq[own], dout[own], exact[own], exact_lse[own], out[own], lse[own], tail_lse[own], q[own],
+        of_rows = estimate_backward.row_gradients(
+            dexact[own], dexact_lse[own], dq[own], dout[own], exact[own], exact_lse[own], out[own], lse[own], estimate_lse[own], q[own],
             q_blocks, bias[own], *of_units, matrix, mixed, covariances, scale)
         del matrix
-        tail_backward.key_gradients(dk[shared], dv[shared], dout[own], q[own], keys, values, q_blocks, kv_blocks, bias[own], of_rows,
+        estimate_backward.key_gradients(dk[shared], dv[shared], dout[own], q[own], keys, values, q_blocks, kv_blocks, bias[own], of_rows,
                                     counts, places, *of_units, covariances, scale)
         # Before those of the next heads.
         del covariances, of_rows
@@ -194,7 +195,7 @@ def _new_means(k: Tensor, kv_blocks: Blocks, parts: int) -> tuple[Tensor, Tensor
         return log_count, None, k_mean, v_mean
     if not k.numel():
         return log_count, new(k.shape[:3], dtype=torch.int32, device=k.device), k_mean, v_mean
-    return log_count, tail_order.principal_order(k, kv_blocks[0], kv_blocks[1], log_count), k_mean, v_mean
+    return log_count, estimate_order.principal_order(k, kv_blocks[0], kv_blocks[1], log_count), k_mean, v_mean
 
 
 def _new_matrices(means: Tensor, size: int) -> Tensor:
@@ -203,7 +204,7 @@ def _new_matrices(means: Tensor, size: int) -> Tensor:
 
 
 def _new_pairs(batch: int, heads: int, tokens: int, blocks: int, units: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for tail_lse, bias and mixture."""
+    """Memory for estimate_lse, bias and mixture."""
     bias = torch.empty(batch, heads, blocks, units, dtype=torch.float32, device=device)
     mixture = torch.empty(batch, heads, blocks, _row(units), dtype=torch.bfloat16, device=device)
     return torch.empty(batch, heads, tokens, dtype=torch.float32, device=device), bias, mixture[..., :units]
@@ -214,11 +215,10 @@ def _row(units: int) -> int:
     return -(-units // 8) * 8
 
 
-def _of_heads(estimates: BlockEstimates, own: tuple, shared: tuple) -> BlockEstimates:
+def _of_heads(estimates: Estimate, own: tuple, shared: tuple) -> Estimate:
     """The estimates of a group of ``head_groups``."""
-    fields = {name: x[own if name in ("half_variance", "mass", "useful") else shared] for name, x in vars(estimates).items()
-              if isinstance(x, Tensor)}
-    return BlockEstimates(**vars(estimates) | fields)
+    return Estimate(**vars(estimates) | {name: x[own if name in ("half_variance", "mass", "useful") else shared]
+                                         for name, x in vars(estimates).items() if isinstance(x, Tensor)})
 
 
 def _of_lists(x: Tensor, heads: int, own: tuple, shared: tuple) -> Tensor:

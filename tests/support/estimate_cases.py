@@ -1,4 +1,4 @@
-"""Cases of the tail, and its formulas in loops, differentiable by autograd."""
+"""Cases of the estimate, and its formulas in loops, differentiable by autograd."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -10,14 +10,14 @@ from backend_rows import backend_of
 
 from ssta.kernels import Backend, BlockLists, block_sparse_attention
 from ssta.kernels.block_forms import per_query_head
-from ssta.kernels.eager import tail as eager
-from ssta.kernels.tail import BlockEstimates
+from ssta.kernels.eager import estimate as eager
+from ssta.kernels.estimate import Estimate
 
 
 @dataclass
-class TailCase:
+class EstimateCase:
     """q, k and v in the order of blocks of ``lengths`` tokens, of which the first ``number`` are compensated; ``parts`` as in
-    BlockEstimates. ``kv_lengths``, ``kv_number``: of k and v where they have blocks of their own. ``budget``: of kernels for heads at
+    Estimate. ``kv_lengths``, ``kv_number``: of k and v where they have blocks of their own. ``budget``: of kernels for heads at
     once, their own where None."""
 
     q: torch.Tensor
@@ -44,7 +44,7 @@ class TailCase:
         return (self.offsets, self.number, self.longest), (self.kv_offsets, self.kv_number, max(self.kv_lengths[:self.kv_number]))
 
     def double(self):
-        return TailCase(*(x.double() for x in (self.q, self.k, self.v)), self.lengths, self.number, self.parts, self.kv_lengths,
+        return EstimateCase(*(x.double() for x in (self.q, self.k, self.v)), self.lengths, self.number, self.parts, self.kv_lengths,
                         self.kv_number)
 
     def lists(self, mask):
@@ -84,13 +84,13 @@ class TailCase:
     def add(self, out, lse, blocks, estimates, row="triton"):
         """(out, lse, share); what is given stays as it is."""
         out, lse = out.clone(), lse.clone()
-        shares, *_ = self.combine(out, lse, blocks, estimates, row)
+        shares, *_ = self.merge(out, lse, blocks, estimates, row)
         return out, lse, shares.sum(-1)
 
-    def combine(self, out, lse, blocks, estimates, row="triton", keep=False):
+    def merge(self, out, lse, blocks, estimates, row="triton", keep=False):
         """In place of out and lse."""
         with self.budgeted():
-            return self.backend(row).combine(out, lse, self.q, self.k, self.v, *self.shape, blocks.counts, blocks.indices, estimates,
+            return self.backend(row).merge(out, lse, self.q, self.k, self.v, *self.shape, blocks.counts, blocks.indices, estimates,
                                              self.scale, keep)
 
     def specified_estimates(self, cut=None):
@@ -110,7 +110,7 @@ class TailCase:
     def specified(self, out, lse, blocks, estimates):
         """(out, lse, share) in plain torch, all in float64."""
         out, lse = out.double(), lse.double()
-        shares, _, _, _ = eager.combine(out, lse, *(x.double() for x in (self.q, self.k, self.v)), *self.shape, blocks.counts,
+        shares, _, _, _ = eager.merge(out, lse, *(x.double() for x in (self.q, self.k, self.v)), *self.shape, blocks.counts,
                                        blocks.indices, in_float64(estimates), self.scale, False)
         return out, lse, shares.sum(-1)
 
@@ -144,19 +144,19 @@ class TailCase:
         k_spread, v_spread = (self.rounded(kv_places.deviations(x, mean, estimates.order, sound), dtype)
                               for x, mean in ((k, estimates.k_mean), (v, estimates.v_mean)))
         covariance = self.rounded((k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), torch.bfloat16)
-        _, tail_lse, bias, mixture = eager.combine(out.clone(), lse.clone(), q, k, v, *self.shape, blocks.counts, blocks.indices, estimates,
-                                                   self.scale, True)
+        _, estimate_lse, bias, mixture = eager.merge(out.clone(), lse.clone(), q, k, v, *self.shape, blocks.counts, blocks.indices,
+                                                     estimates, self.scale, True)
         mixture = self.rounded(mixture, torch.bfloat16)
         matrix = self.rounded((mixture @ per_query_head(covariance.flatten(3), heads)).unflatten(3, covariance.shape[3:]), torch.bfloat16)
         weights, _ = eager._weights(q, estimates.k_mean, bias * eager.LN2, places, self.scale)
         # As the largest is 1, and with their own sum.
         weights = weights / weights.amax(-1, keepdim=True).clamp(min=1e-30)
-        tail = self.rounded(weights, dtype) @ per_query_head(estimates.v_mean, heads) / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+        estimated = self.rounded(weights, dtype) @ per_query_head(estimates.v_mean, heads) / weights.sum(-1, keepdim=True).clamp(min=1e-30)
         queries = q if dtype == torch.float32 else self.rounded(q, torch.bfloat16)
-        tail = tail + self.scale * places.join(places.cut(queries) @ matrix)
-        exact, of_tail, _ = eager._shares(lse, tail_lse)
-        merged = self.rounded(exact[..., None] * out + of_tail[..., None] * tail, dtype)
-        return torch.where(tail_lse.isneginf()[..., None], out, merged)
+        estimated = estimated + self.scale * places.join(places.cut(queries) @ matrix)
+        exact, of_estimate, _ = eager._shares(lse, estimate_lse)
+        merged = self.rounded(exact[..., None] * out + of_estimate[..., None] * estimated, dtype)
+        return torch.where(estimate_lse.isneginf()[..., None], out, merged)
 
     def rounded(self, x, dtype):
         """x in float64, to ``dtype``; Triton's interpreter rounds to bfloat16 towards zero."""
@@ -205,29 +205,29 @@ class TailCase:
                 # bfloat16 may round all of a row's mass to 0.
                 mixture = held(mass / mass.sum().clamp(min=1e-30) * h.clamp(min=1).rsqrt(), torch.bfloat16, None)
                 matrix = held(torch.einsum("u, uij -> ij", mixture, covariances[left]), torch.bfloat16, torch.bfloat16)
-                tail = held(logits.softmax(1), dtype, None) @ v_means[left]
-                tail = tail + scale * held(q[b, head, rows], moment, None) @ matrix
+                estimated = held(logits.softmax(1), dtype, None) @ v_means[left]
+                estimated = estimated + scale * held(q[b, head, rows], moment, None) @ matrix
                 both = torch.stack((lse[b, head, rows], logits.logsumexp(1)))
-                outs[b, head, rows] = Merged.apply(both, out[b, head, rows], tail, lambda x: held(x, dtype, None))
+                outs[b, head, rows] = Merged.apply(both, out[b, head, rows], estimated, lambda x: held(x, dtype, None))
                 lses[b, head, rows] = both.logsumexp(0)
         return outs, lses
 
 
 class Merged(torch.autograd.Function):
-    """out and the tail, weighted by their lse, ``both``; the backward has the result as kernels hold it."""
+    """out and the estimate, weighted by their lse, ``both``; the backward has the result as kernels hold it."""
 
     @staticmethod
-    def forward(ctx, both, out, tail, held):
+    def forward(ctx, both, out, estimated, held):
         shares = both.softmax(0)
-        merged = shares[0, :, None] * out + shares[1, :, None] * tail
-        ctx.save_for_backward(shares, out, tail, held(merged))
+        merged = shares[0, :, None] * out + shares[1, :, None] * estimated
+        ctx.save_for_backward(shares, out, estimated, held(merged))
         return merged
 
     @staticmethod
     def backward(ctx, gradient):
-        shares, out, tail, merged = ctx.saved_tensors
+        shares, out, estimated, merged = ctx.saved_tensors
         delta = (gradient * merged).sum(-1)
-        of_both = torch.stack([share * ((gradient * x).sum(-1) - delta) for share, x in zip(shares, (out, tail))])
+        of_both = torch.stack([share * ((gradient * x).sum(-1) - delta) for share, x in zip(shares, (out, estimated))])
         return of_both, shares[0, :, None] * gradient, shares[1, :, None] * gradient, None
 
 
@@ -244,7 +244,7 @@ class Held(torch.autograd.Function):
         return None, gradient if ctx.to is None else ctx.of.rounded(gradient, ctx.to), None, None
 
 
-def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1, dtype=torch.float16, device="cpu", spread=1.0,
+def estimate_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1, dtype=torch.float16, device="cpu", spread=1.0,
               kv_lengths=None, kv_number=None):
     """Blocks whose keys and values have something in common each, and go together; heads of q and v lie closer than tokens. Queries of some
     blocks are long, so that h is above its cap there, and under it for others."""
@@ -259,11 +259,11 @@ def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1,
     q, k, v = random(lengths, heads, 0.7, 0.7), random(of_keys, kv_heads, 0.8, 0.7 * spread), random(of_keys, kv_heads, 0.7, 0.5)
     v = v + 0.5 * k.flip(-1)
     q = q * torch.tensor([0.7, 1.6, 2.4], device=device)[block_of(lengths) % 3, None, None]
-    return TailCase(q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2).contiguous(), v.to(dtype).transpose(1, 2), lengths, number,
+    return EstimateCase(q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2).contiguous(), v.to(dtype).transpose(1, 2), lengths, number,
                     parts, kv_lengths, kv_number)
 
 
-def same_estimates(case: TailCase, got: BlockEstimates, expected: BlockEstimates) -> None:
+def same_estimates(case: EstimateCase, got: Estimate, expected: Estimate) -> None:
     """Within twice what rounding costs the formulas, ``rounded_estimates``."""
     torch.testing.assert_close(got.log_count.double(), expected.log_count, rtol=0, atol=1e-6)
     for name, rounded in zip(("half_variance", "mass"), case.rounded_estimates(expected)):
@@ -278,7 +278,7 @@ def no_worse(name, error, reference, least):
     assert (error <= allowed).all(), f"{name} is off by {float((error / allowed).max()) * 2:.2f} times a reference's error"
 
 
-def in_float64(estimates: BlockEstimates) -> BlockEstimates:
+def in_float64(estimates: Estimate) -> Estimate:
     """The same numbers, as plain torch takes them."""
     names = "log_count", "half_variance", "mass", "k_mean", "v_mean"
     return replace(estimates, covariances=None, **{name: getattr(estimates, name).double() for name in names})

@@ -8,13 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
+from ..estimate import CAP, USELESS
 from ..launch import launch
 from ..lowering.arguments import Lists
 from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, sampled_rows, softmax_step
-from ..tail import CAP, USELESS
 from .config import LaunchConfig
-from .tail_config import strides, tail_config
-from .tail_statistics import block_rows, head_at, padded
+from .estimate_config import estimate_config, strides
+from .estimate_statistics import block_rows, head_at, padded
 
 # Units, and ids of a list, that a program of the bias and error kernels takes at once.
 WIDTH = 512
@@ -159,19 +159,19 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, er
 
 
 @triton.jit
-def part_shares(exact_lse, tail_lse):
-    """(share of the softmax that the exact part has, share of the tail, log-sum-exp of both). The shares add up to 1 however large lse is:
-    no rounded sum of it is in them."""
-    larger = tl.maximum(exact_lse, tail_lse)
-    exact, tail = tl.exp(exact_lse - larger), tl.exp(tail_lse - larger)
-    total = exact + tail
-    return exact / total, tail / total, larger + tl.log(total)
+def part_shares(exact_lse, estimate_lse):
+    """(the exact part's share of the softmax, the estimate's, log-sum-exp of both). The shares add up to 1 however large lse is: no rounded
+    sum of it is in them."""
+    larger = tl.maximum(exact_lse, estimate_lse)
+    exact, estimated = tl.exp(exact_lse - larger), tl.exp(estimate_lse - larger)
+    total = exact + estimated
+    return exact / total, estimated / total, larger + tl.log(total)
 
 
 @triton.jit
-def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, share, offsets, q_batch, q_head, q_row, out_batch, out_head,
-                    out_row, heads, group, blocks, units, tokens, scale, scale_log2, TILES: tl.constexpr, DEPTH: tl.constexpr,
-                    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def _merge_kernel(q, k_mean, v_mean, bias, left, matrix, estimate_lse, out, lse, share, offsets, q_batch, q_head, q_row, out_batch,
+                  out_head, out_row, heads, group, blocks, units, tokens, scale, scale_log2, TILES: tl.constexpr, DEPTH: tl.constexpr,
+                  M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     block, before = tl.program_id(0) // TILES, tl.program_id(0) % TILES * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     first, size = block_rows(offsets, block)
@@ -183,11 +183,11 @@ def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, s
         return
     lines = tl.arange(0, M)
     inside = lines < rows
-    tail_lse += at * tokens + row + lines
+    estimate_lse += at * tokens + row + lines
     bias += (at * blocks + block) * units
     # Rows that leave nothing out keep their bits.
     if tl.load(left + at * blocks + block) == 0:
-        tl.store(tail_lse, tl.full([M], float("-inf"), tl.float32), mask=inside)
+        tl.store(estimate_lse, tl.full([M], float("-inf"), tl.float32), mask=inside)
         tl.store(share, tl.minimum(rows, M).to(tl.float32) / size)
         return
     q = head_at(q, batch, head, q_batch, q_head)
@@ -204,7 +204,7 @@ def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, s
         weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
         values = load_rows(v_mean + means, start, DIM, units - start, N, DIM, DIM_PAD, True)
         acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
-    acc, row_tail = finish_softmax(acc, row_max, row_sum)
+    acc, row_estimate = finish_softmax(acc, row_max, row_sum)
     acc *= 1 / scale
     matrix += (at * blocks + block) * DIM * DIM
     for column in tl.static_range(0, DIM_PAD, DEPTH):
@@ -222,16 +222,16 @@ def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, s
             acc = tl.dot(x.to(tl.bfloat16), part, acc)
     acc *= scale
 
-    exact, of_tail, total = part_shares(tl.load(lse + at * tokens + row + lines, mask=inside, other=0.0), row_tail)
+    exact, of_estimate, total = part_shares(tl.load(lse + at * tokens + row + lines, mask=inside, other=0.0), row_estimate)
     pointers = head_at(out, batch, head, out_batch, out_head) + row.to(tl.int64) * out_row + (lines[:, None] * out_row + dims[None, :])
     # A query of which no weight is left, as none is of one that is infinite, has no estimate.
-    some = row_tail != float("-inf")
+    some = row_estimate != float("-inf")
     written = inside & some
     mask = written[:, None] & (dims < DIM)[None, :]
-    merged = exact[:, None] * tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + of_tail[:, None] * acc
+    merged = exact[:, None] * tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + of_estimate[:, None] * acc
     tl.store(pointers, merged.to(out.dtype.element_ty), mask=mask)
     tl.store(lse + at * tokens + row + lines, total, mask=written)
-    tl.store(tail_lse, row_tail, mask=inside)
+    tl.store(estimate_lse, row_estimate, mask=inside)
     tl.store(share, tl.sum(tl.where(inside, tl.where(some, exact, 1.0), 0.0), 0) / size)
 
 
@@ -262,7 +262,7 @@ def unit_bias(log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lis
 
 
 def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -> Tensor:
-    """``scores`` of ``eager/tail.py``, in float32."""
+    """``scores`` of ``eager/estimate.py``, in float32."""
     mass, half_variance, log_count = (x.contiguous() for x in (mass, half_variance, log_count))
     batch, heads, blocks, units = mass.shape
     out = torch.empty(batch, heads, blocks, units // parts, dtype=torch.float32, device=mass.device)
@@ -273,7 +273,7 @@ def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -
 
 
 def useful_heads(error: Tensor) -> Tensor:
-    """``useful_heads`` of ``tail.py``, of a contiguous ``error``."""
+    """``useful_heads`` of ``estimate.py``, of a contiguous ``error``."""
     useful = torch.empty(error.shape[:2], dtype=torch.bool, device=error.device)
     launch(_useful_kernel, (useful.numel(), 1, 1), (error, useful), (error.shape[2],), dict(MOST=USELESS, WIDTH=WIDTH))
     return useful
@@ -294,22 +294,22 @@ def sampled_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Te
 
 
 def merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor,
-          tail_lse: Tensor, offsets: Tensor, scale: float, shares: Tensor) -> None:
-    """Merges the tail into out and lse in place; writes ``tail_lse``, its log-sum-exp, float32 ``[B, H, P]``, where blocks are, and
+          estimate_lse: Tensor, offsets: Tensor, scale: float, shares: Tensor) -> None:
+    """Merges the estimate into out and lse in place; writes ``estimate_lse``, its log-sum-exp, float32 ``[B, H, P]``, where blocks are, and
     ``shares``, float32 ``[B, H, N, T]``, of which a block's T sum to the exact part's share: T times ``merged_rows`` are no fewer than the
     longest block's."""
     batch, heads, blocks, units = bias.shape
-    config, sizes = _config("combine", q)
+    config, sizes = _config("merge", q)
     tiles = shares.shape[3]
-    launch(_combine_kernel, (blocks * tiles, batch * heads, 1),
-           (q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, shares, offsets),
+    launch(_merge_kernel, (blocks * tiles, batch * heads, 1),
+           (q, k_mean, v_mean, bias, left, matrix, estimate_lse, out, lse, shares, offsets),
            (*strides(q, out), heads, heads // k_mean.shape[1], blocks, units, q.shape[2], scale, scale * LOG2E),
            dict(TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes), config.options())
 
 
 def merged_rows(q: Tensor) -> int:
     """Rows of a block that a program of ``merge`` has."""
-    return _config("combine", q)[0].block_m
+    return _config("merge", q)[0].block_m
 
 
 def depth(dim_pad: int, block_m: int) -> int:
@@ -318,5 +318,5 @@ def depth(dim_pad: int, block_m: int) -> int:
 
 
 def _config(kernel: str, q: Tensor) -> tuple[LaunchConfig, dict[str, int]]:
-    config = tail_config(kernel, q.shape[3], q.dtype, device_limits(q.device))
+    config = estimate_config(kernel, q.shape[3], q.dtype, device_limits(q.device))
     return config, dict(M=config.block_m, N=config.block_n, **padded(q.shape[3]))

@@ -24,7 +24,7 @@ def masses(q, k_mean, log_count, h):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_mass_is_the_mean_softmax_of_a_blocks_queries(dtype):
-    from ssta.kernels.portable.tail_rows import sampled_mass
+    from ssta.kernels.portable.estimate_rows import sampled_mass
 
     q = 2 * torch.randn(2, HEADS, sum(LENGTHS), DIM, device=DEVICE).to(dtype)
     q[1, 2, 3, 4] = float("inf")

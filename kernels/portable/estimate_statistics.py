@@ -11,7 +11,7 @@ from ..device import device_limits
 from ..launch import launch, power_of_2
 from ..lowering.primitives import sampled_rows
 from .config import LaunchConfig
-from .tail_config import strides, tail_config
+from .estimate_config import estimate_config, strides
 
 # Rows of a symmetric matrix that are kept from the same column on.
 SLAB = 32
@@ -320,5 +320,5 @@ def fold(config: LaunchConfig, dim: int) -> int:
 def _columns(kernel: str, x: Tensor) -> tuple[LaunchConfig, int, dict[str, int]]:
     """(configuration, programs that share a matrix' columns out, what they are told of these)."""
     dim = x.shape[3]
-    config, dims = tail_config(kernel, dim, x.dtype, device_limits(x.device)), padded(dim)
+    config, dims = estimate_config(kernel, dim, x.dtype, device_limits(x.device)), padded(dim)
     return config, -(-dim // config.block_m), dict(COLS=min(config.block_m, dims["DIM_PAD"]), **dims)

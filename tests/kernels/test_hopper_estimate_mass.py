@@ -9,8 +9,8 @@ from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from hopper_emulator import run
 
 from ssta.kernels.block_forms import per_query_head
-from ssta.kernels.eager.tail import _Cut
-from ssta.kernels.tail import sampled_queries
+from ssta.kernels.eager.estimate import _Cut
+from ssta.kernels.estimate import sampled_queries
 
 emulated = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so the kernel itself runs")
 late = pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
@@ -60,14 +60,14 @@ def check(call, q, k_mean, log_count, half_variance, offsets, longest, sums=1):
 @pytest.mark.parametrize(("lengths", "units", "sums"), [([40, 7, 0, 33, 64], 70, 1), ([130, 150, 20], 65, 4)],
                          ids=["32 of a block", "64, in parts"])
 def test_masses(late, lengths, units, sums):
-    check(partial(run, "tail_mass", late=late, function="hopper_mass"), *problem(lengths, units, 16), sums)
+    check(partial(run, "estimate_mass", late=late, function="hopper_mass"), *problem(lengths, units, 16), sums)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("longest", "sums"), [(128, 4), (384, 1)])
 def test_on_a_gpu(dim, longest, sums):
-    from ssta.kernels.hopper.tail_mass import hopper_mass
+    from ssta.kernels.hopper.estimate_mass import hopper_mass
 
     of = problem([longest, 40, 7, 0, longest - 1] * 9, 967, dim, heads=4, kv_heads=2, batch=2, device="cuda")
     first, again = (check(hopper_mass, *of, sums) for _ in range(2))
@@ -76,7 +76,7 @@ def test_on_a_gpu(dim, longest, sums):
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_never_waits():
-    from ssta.kernels.hopper.tail_mass import hopper_mass
+    from ssta.kernels.hopper.estimate_mass import hopper_mass
 
     of = problem([128, 40] * 3, 67, 128, device="cuda")
     mass, rounded, error = of[3].bfloat16(), of[3].bfloat16(), torch.empty(1, 2, 6, device="cuda")

@@ -36,7 +36,7 @@ def check(call, given, truth, dtype):
 @emulated
 @pytest.mark.parametrize("function", ["hopper_matrices", "hopper_half_variances"])
 def test_products_of_heads_that_share_keys(function, late):
-    check(partial(run, "tail_product", late=late, function=function), *problem(2, 1, 70, 67, 16)[function])
+    check(partial(run, "estimate_product", late=late, function=function), *problem(2, 1, 70, 67, 16)[function])
 
 
 @pytest.mark.gpu
@@ -44,6 +44,6 @@ def test_products_of_heads_that_share_keys(function, late):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("function", ["hopper_matrices", "hopper_half_variances"])
 def test_on_a_gpu(function, rows, units, dim):
-    import ssta.kernels.hopper.tail_product as kernel
+    import ssta.kernels.hopper.estimate_product as kernel
 
     check(getattr(kernel, function), *problem(4, 2, rows, units, dim, "cuda")[function])
