@@ -82,8 +82,7 @@ class Row:
 # Best first. Hopper's parts of the estimate are kernels that the portable functions are given.
 ROWS = (
     Row("hopper", dict(
-        estimate="portable.estimate:estimate variances=hopper.estimate_product:hopper_half_variances "
-                 "masses=hopper.estimate_mass:hopper_mass",
+        estimate="portable.estimate:estimate variances=hopper.estimate_product:hopper_half_variances",
         merge="portable.estimate:merge kernel=hopper.estimate_merge:hopper_merge kernel_rows=hopper.estimate_merge:ROWS "
               "matrices=hopper.estimate_product:hopper_matrices",
         merge_backward="portable.estimate:merge_backward matrices=hopper.estimate_product:hopper_matrices"), _hopper_estimate_cannot),

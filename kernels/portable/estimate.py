@@ -40,10 +40,9 @@ def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covarian
 
 
 def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int, useful: Tensor | None = None,
-             known: Estimate | None = None, *, variances: Callable[..., None] | None = None,
-             masses: Callable[..., None] = estimate_rows.sampled_mass) -> Estimate:
+             known: Estimate | None = None, *, variances: Callable[..., None] | None = None) -> Estimate:
     """``estimate`` of ``eager/estimate.py``. ``variances``: ``hopper_half_variances``, for numbers of units for which it is faster than
-    cuBLAS. ``masses``: ``hopper_mass`` or the portable kernel."""
+    cuBLAS."""
     q = strided(q)
     if known is None:
         k, v = strided(k), strided(v)
@@ -80,7 +79,7 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
         # Before those of the next heads.
         del moments, queries
     error = torch.empty(batch, heads, blocks, dtype=torch.float32, device=q.device)
-    masses(q, k_mean, log_count, wide, offsets, scale, sample, CAP, mass, half_variance, error)
+    estimate_rows.sampled_mass(q, k_mean, log_count, wide, offsets, scale, sample, CAP, mass, half_variance, error)
     useful = estimate_rows.useful_heads(error) if useful is None else useful
     return replace(keys, moments=None, half_variance=half_variance, mass=mass, useful=useful)
 

@@ -132,7 +132,7 @@ def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> 
                            found.k_mean, found.v_mean, 1.0)
 
 
-def hold(dim: int, dtype: torch.dtype, hopper: bool = False) -> None:
+def hold(dim: int, dtype: torch.dtype) -> None:
     """What a cache holds of blocks, and the estimate of it."""
     from ssta.kernels import BlockLists
     from ssta.kernels.backend import choose
@@ -141,7 +141,7 @@ def hold(dim: int, dtype: torch.dtype, hopper: bool = False) -> None:
     lists = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), 128, 128)
     q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
     blocks, lse = (torch.arange(0, 512, 128, dtype=torch.int32), 3, 128), torch.zeros(1, 2, 384)
-    steps = choose("auto", Where("cuda", (9, 0) if hopper else (8, 0), False, dtype, dim))
+    steps = choose("auto", Where("cuda", (8, 0), False, dtype, dim))
     room, place = steps.room_for_statistics(k, 3, 1), torch.zeros(1, dtype=torch.int64)
     steps.write_statistics(steps.key_statistics(k, v, blocks, 1, True), room, place.expand(3).contiguous())
     steps.write_ring((k,), *[place.expand(128).contiguous()] * 2, place, 128, 256)
@@ -251,8 +251,6 @@ def hopper_cases() -> dict[str, Case]:
     for dim in (64, 128):
         found[f"hopper estimate D={dim} bf16"] = Case(
             (90,), partial(estimate, dim, torch.bfloat16, 1, True), HOPPER_ESTIMATE, Allowed(reloads=0, spilled=SPILLS))
-    found["hopper held D=128 bf16"] = Case(
-        (90,), partial(hold, 128, torch.bfloat16, True), r"hopper\.estimate_mass", Allowed(reloads=1, spilled=SPILLS))
     return found
 
 
