@@ -55,7 +55,7 @@ def _triton_estimate_cannot(where: Where) -> str | None:
     return None if right else "multiplies bfloat16, which Triton's interpreter here takes for integers"
 
 
-def _hopper_estimate_cannot(where: Where) -> str | None:
+def _hopper_merge_cannot(where: Where) -> str | None:
     if where.capability != (9, 0):
         return "runs on compute capability 9.0 alone"
     if where.dtype != torch.bfloat16:
@@ -79,13 +79,11 @@ class Row:
     cannot: Callable[[Where], str | None] = lambda where: None
 
 
-# Best first. Hopper's parts of the estimate are kernels that the portable functions are given.
+# Best first. Hopper's kernel of the merge is one that the portable function is given.
 ROWS = (
     Row("hopper", dict(
-        estimate="portable.estimate:estimate variances=hopper.estimate_product:hopper_half_variances",
-        merge="portable.estimate:merge kernel=hopper.estimate_merge:hopper_merge kernel_rows=hopper.estimate_merge:ROWS "
-              "matrices=hopper.estimate_product:hopper_matrices",
-        merge_backward="portable.estimate:merge_backward matrices=hopper.estimate_product:hopper_matrices"), _hopper_estimate_cannot),
+        merge="portable.estimate:merge kernel=hopper.estimate_merge:hopper_merge kernel_rows=hopper.estimate_merge:ROWS"),
+        _hopper_merge_cannot),
     Row("cudnn", {}),
     Row("triton", dict(
         gather="prologue.reorder_kernel:gather", gather_one="prologue.reorder_kernel:one",

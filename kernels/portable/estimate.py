@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..estimate import CAP, Blocks, Estimate, by_kv_head, sampled_queries
 from ..lowering.chunks import block_lists
-from ..lowering.inputs import loaded, strided, tma_ok
+from ..lowering.inputs import loaded, strided
 from . import coded, estimate_backward, estimate_order, estimate_rows, estimate_statistics
 
 # What a step makes for some heads at once may take this share of the mean bytes of q, k, v and attention's result, and twice as much while
@@ -40,9 +41,8 @@ def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covarian
 
 
 def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int, useful: Tensor | None = None,
-             known: Estimate | None = None, *, variances: Callable[..., None] | None = None) -> Estimate:
-    """``estimate`` of ``eager/estimate.py``. ``variances``: ``hopper_half_variances``, for numbers of units for which it is faster than
-    cuBLAS."""
+             known: Estimate | None = None) -> Estimate:
+    """``estimate`` of ``eager/estimate.py``."""
     q = strided(q)
     if known is None:
         k, v = strided(k), strided(v)
@@ -56,13 +56,14 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
     if not q.numel() or known is None and not k.numel():
         useful = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if useful is None else useful
         return replace(keys, moments=None, half_variance=half_variance.zero_(), mass=mass.zero_(), useful=useful)
-    sample, slabs = sampled_queries(longest), 1 if keys.scales is None else coded.slabs(dim)
+    sample, rows = sampled_queries(longest), padded(units)
     # The kernel that compares queries with units reads numbers of four bytes faster.
-    wide = torch.empty(batch, heads, blocks, slabs * units, dtype=torch.float32, device=q.device)
-    of_head = 2 * entries * (blocks * group + (units if known is None else 0))
+    slabs = 1 if keys.scales is None else coded.slabs(dim)
+    wide = torch.empty(batch, heads, blocks, rows if keys.scales is None else slabs * units, dtype=torch.float32, device=q.device)
+    of_head = 2 * entries * (blocks * group + (rows if known is None else 0))
     for own, shared in head_groups(q, k, of_head, 2):
         if keys.moments is None:
-            moments = _new_matrices(k_mean[shared], entries)
+            moments = _new_matrices(k_mean[shared], entries, rows)
             estimate_statistics.key_statistics(k[shared], v[shared], kv_blocks[0], k_mean[shared], v_mean[shared], log_count[shared],
                                            None if order is None else order[shared], parts, moments)
         else:
@@ -71,25 +72,22 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
         estimate_statistics.query_moments(q[own], offsets, blocks, sample, 0.5 * scale**2, queries)
         if keys.scales is not None:
             coded.half_variances(queries, moments, keys.scales[shared], wide[own])
-        elif variances is not None and units % 8:
-            # cuBLAS takes kernels for Ampere where the number of units is no multiple of 8.
-            variances(queries, moments, wide[own])
         else:
-            _wide_product(by_kv_head(queries, moments.shape[1]), moments.flatten(0, 1).mT, by_kv_head(wide[own], moments.shape[1]))
+            products = wide[own][..., :moments.shape[2]]
+            _wide_product(by_kv_head(queries, moments.shape[1]), moments.flatten(0, 1).mT, by_kv_head(products, moments.shape[1]))
         # Before those of the next heads.
         del moments, queries
     error = torch.empty(batch, heads, blocks, dtype=torch.float32, device=q.device)
-    estimate_rows.sampled_mass(q, k_mean, log_count, wide, offsets, scale, sample, CAP, mass, half_variance, error)
+    estimate_rows.sampled_mass(q, k_mean, log_count, wide, offsets, scale, sample, CAP, mass, half_variance, error, slabs)
     useful = estimate_rows.useful_heads(error) if useful is None else useful
     return replace(keys, moments=None, half_variance=half_variance, mass=mass, useful=useful)
 
 
 def merge(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, counts: Tensor, indices: Tensor,
             estimates: Estimate, scale: float, keep: bool, *, kernel: Callable[..., None] = estimate_rows.merge,
-            kernel_rows: int | None = None, matrices: Callable[..., None] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            kernel_rows: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``merge`` of ``eager/estimate.py``; the mixture is bfloat16, and its rows are dense but not contiguous. ``kernel``, which takes
-    so many rows at once: ``hopper_merge``, where a backend names it, or the portable kernel; ``matrices``: there ``hopper_matrices``, else
-    torch's product."""
+    so many rows at once: ``hopper_merge``, where a backend names it, or the portable kernel."""
     (merged, q), k, v = map(strided if kernel_rows is None else loaded, (out, q)), strided(k), strided(v)
     (q_offsets, blocks, longest), (kv_offsets, key_blocks, _), parts = q_blocks, kv_blocks, estimates.parts
     (batch, heads, tokens, dim), kv_heads, units = q.shape, k.shape[1], key_blocks * parts
@@ -98,13 +96,15 @@ def merge(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: B
     shares = torch.empty(batch, heads, blocks, programs, dtype=torch.float32, device=q.device)
     saved = _new_pairs(batch, heads if keep else 0, tokens, blocks, units, q.device)
     if not q.numel():
-        return shares.zero_(), *saved
+        return shares.zero_(), saved[0], saved[1], saved[2][..., :units]
     if keep:
         # Rows of other blocks have no estimate.
         saved[0].fill_(-torch.inf)
     counts, indices = counts.contiguous(), indices.contiguous()
     # Matrices, and of pairs of a block and a unit the bias and the mixture.
-    of_head = 2 * dim * dim * (blocks * group + (units if estimates.covariances is None else 0)) + 6 * group * blocks * units * (not keep)
+    of_head = 2 * dim * dim * blocks * group + (0 if keep else 6 * group * blocks * units)
+    if estimates.covariances is None:
+        of_head += 2 * dim * dim * padded(units)
     for own, shared in head_groups(q, k, of_head):
         some, queries = _of_heads(estimates, own, shared), q[own]
         made = saved if keep else _new_pairs(queries.shape[0], queries.shape[1], tokens, blocks, units, q.device)
@@ -115,31 +115,29 @@ def merge(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: B
         estimate_rows.unit_bias(some.log_count, half_variance, mass, lists, useful, parts, bias, left, mixture)
         matrix = torch.empty(*mixture.shape[:3], dim * dim, dtype=torch.bfloat16, device=q.device)
         if some.covariances is not None and some.scales is not None:
-            coded.mixtures(mixture, some.covariances, some.scales, matrix)
+            coded.mixtures(mixture[..., :units], some.covariances, some.scales, matrix)
         else:
             covariances = some.covariances
             if covariances is None:
-                covariances = _new_matrices(some.k_mean, dim * dim)
+                covariances = _new_matrices(some.k_mean, dim * dim, padded(units))
                 estimate_statistics.covariances(k[shared], v[shared], kv_offsets, some.k_mean, some.v_mean, some.log_count, some.order,
                                                 useful, parts, covariances)
-            (matrices or _matrices)(mixture, covariances, matrix)
+            _mix(mixture, covariances, matrix)
             del covariances
         kernel(merged[own], lse[own], queries, some.k_mean, some.v_mean, bias, left, matrix, estimate_lse, q_offsets, scale, shares[own])
         # Before those of the next heads.
         del matrix, made, estimate_lse, bias, mixture
     if merged is not out:
         out.copy_(merged)
-    return shares, *saved
+    return shares, saved[0], saved[1], saved[2][..., :units]
 
 
 def merge_backward(
     dout: Tensor, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, estimate_lse: Tensor,
     q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias: Tensor, mixture: Tensor, log_count: Tensor,
-    order: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float, *, matrices: Callable[..., None] | None = None,
+    order: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``merge_backward`` of ``eager/estimate.py``. ``matrices``: as of ``merge``."""
-    if not tma_ok(mixture):
-        mixture = mixture.new_empty(*mixture.shape[:3], _row(mixture.shape[3]))[..., :mixture.shape[3]].copy_(mixture)
+    """``merge_backward`` of ``eager/estimate.py``."""
     dout, exact, out, q, k, v = map(strided, (dout, exact, out, q, k, v))
     exact_lse, order = exact_lse.contiguous(), None if order is None else order.contiguous()
     # Rows without an estimate pass on the gradient that arrives, and add nothing. It lies as q does, so that dq may take its memory.
@@ -149,14 +147,14 @@ def merge_backward(
         return dexact, dexact_lse, dq, dk, dv
     dim, (blocks, units), group = q.shape[3], bias.shape[2:], q.shape[1] // k.shape[1]
     # Matrices of units and of blocks' queries; their gradients take the same memory.
-    of_head = 2 * dim * dim * (units + blocks * group)
+    of_head = 2 * dim * dim * (padded(units) + blocks * group)
     for own, shared in head_groups(q, k, of_head, 2):
         keys, values, counts, places = k[shared], v[shared], log_count[shared], None if order is None else order[shared]
-        of_units, mixed = (k_mean[shared], v_mean[shared]), mixture[own]
-        covariances = _new_matrices(of_units[0], dim * dim)
+        of_units, mixed = (k_mean[shared], v_mean[shared]), pad(mixture[own], (0, padded(units) - units))
+        covariances = _new_matrices(of_units[0], dim * dim, padded(units))
         estimate_statistics.covariances(keys, values, kv_blocks[0], *of_units, counts, places, None, units // kv_blocks[1], covariances)
         matrix = torch.empty(*mixed.shape[:3], dim * dim, dtype=torch.bfloat16, device=q.device)
-        (matrices or _matrices)(mixed, covariances, matrix)
+        _mix(mixed, covariances, matrix)
         of_rows = estimate_backward.row_gradients(
             dexact[own], dexact_lse[own], dq[own], dout[own], exact[own], exact_lse[own], out[own], lse[own], estimate_lse[own], q[own],
             q_blocks, bias[own], *of_units, matrix, mixed, covariances, scale)
@@ -197,20 +195,20 @@ def _new_means(k: Tensor, kv_blocks: Blocks, parts: int) -> tuple[Tensor, Tensor
     return log_count, estimate_order.principal_order(k, kv_blocks[0], kv_blocks[1], log_count), k_mean, v_mean
 
 
-def _new_matrices(means: Tensor, size: int) -> Tensor:
-    """Memory for a matrix of so many entries for each of ``means``."""
-    return torch.empty(*means.shape[:3], size, dtype=torch.bfloat16, device=means.device)
+def _new_matrices(means: Tensor, size: int, rows: int | None = None) -> Tensor:
+    """Memory for a matrix of so many entries for each of ``means``, or for so many of each head."""
+    return torch.empty(*means.shape[:2], rows or means.shape[2], size, dtype=torch.bfloat16, device=means.device)
 
 
 def _new_pairs(batch: int, heads: int, tokens: int, blocks: int, units: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for estimate_lse, bias and mixture."""
+    """Memory for estimate_lse, bias and the mixture of ``padded`` units."""
     bias = torch.empty(batch, heads, blocks, units, dtype=torch.float32, device=device)
-    mixture = torch.empty(batch, heads, blocks, _row(units), dtype=torch.bfloat16, device=device)
-    return torch.empty(batch, heads, tokens, dtype=torch.float32, device=device), bias, mixture[..., :units]
+    mixture = torch.empty(batch, heads, blocks, padded(units), dtype=torch.bfloat16, device=device)
+    return torch.empty(batch, heads, tokens, dtype=torch.float32, device=device), bias, mixture
 
 
-def _row(units: int) -> int:
-    """Entries of a mixture's row in memory: all rows begin at multiples of 16 bytes, as what multiplies them wants it."""
+def padded(units: int) -> int:
+    """The next multiple of 8: for other numbers cuBLAS takes kernels for Ampere, which need up to four times as long on Hopper."""
     return -(-units // 8) * 8
 
 
@@ -225,10 +223,11 @@ def _of_lists(x: Tensor, heads: int, own: tuple, shared: tuple) -> Tensor:
     return x[own[0] if x.shape[0] > 1 else slice(None), slice(None) if x.shape[1] == 1 else own[1] if x.shape[1] == heads else shared[1]]
 
 
-def _matrices(mixture: Tensor, covariances: Tensor, matrix: Tensor) -> None:
-    """``hopper_matrices`` by torch: the query heads of a key head are rows of one product."""
-    kv_heads = covariances.shape[1]
-    torch.bmm(by_kv_head(mixture, kv_heads), covariances.flatten(0, 1), out=by_kv_head(matrix, kv_heads))
+def _mix(mixture: Tensor, covariances: Tensor, matrix: Tensor) -> None:
+    """Writes ``matrix [B, H, N, D * D]``, the product of ``mixture [B, H, N, U]``, which may have more columns, and ``covariances [B, Hkv,
+    U, D * D]``. The query heads of a key head are rows of one product."""
+    kv_heads, units = covariances.shape[1:3]
+    torch.bmm(by_kv_head(mixture[..., :units], kv_heads), covariances.flatten(0, 1), out=by_kv_head(matrix, kv_heads))
 
 
 def _wide_product(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -174,7 +174,7 @@ def _estimate_matrix_kernel(q, dout, dmatrix, exact_lse, estimate_lse, offsets, 
 
 @triton.jit
 def _estimate_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovariance, log_count, order, offsets, k_batch, k_head, k_row,
-                        v_batch, v_head, v_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, tokens, units,
+                        v_batch, v_head, v_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, tokens, units, rows_of_dc,
                         PARTS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """C columns of dk and dv of a unit's tokens, which stand at ``order`` where that is given; 0 where nothing is estimated of the unit."""
     unit, column = tl.program_id(0), tl.program_id(2) * C
@@ -193,7 +193,7 @@ def _estimate_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcov
     dvalue = tl.load(dv_mean + of_unit * DIM + columns, mask=columns < DIM, other=0.0)
     k, v = head_at(k, batch, kv_head, k_batch, k_head), head_at(v, batch, kv_head, v_batch, v_head)
     dk, dv = head_at(dk, batch, kv_head, dk_batch, dk_head), head_at(dv, batch, kv_head, dv_batch, dv_head)
-    dc = dcovariance + of_unit * DIM * DIM
+    dc = dcovariance + (tl.program_id(1).to(tl.int64) * rows_of_dc + unit) * DIM * DIM
     to_values = _patch(dc + column, DIM, DIM, DIM - column, DIM_PAD, C)
     to_keys = tl.trans(_patch(dc + column * DIM, DIM, DIM - column, DIM, C, DIM_PAD))
     key = tl.load(k_mean + of_unit * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
@@ -259,7 +259,7 @@ def row_gradients(
         k_mean, v_mean: ``[B, Hkv, U, D]`` in q's dtype, finite, contiguous.
         matrix: M, ``[B, H, N, D * D]``, contiguous, and mixture, P with damping, ``[B, H, N, U]``, of one dtype. The gradient of M is
             written over it.
-        dcovariance: takes the covariances' gradients, ``[B, Hkv, U, D * D]`` of that dtype, contiguous.
+        dcovariance: takes the covariances' gradients, ``[B, Hkv, U, D * D]`` of that dtype, contiguous, of as many units as mixture has.
         scale: factor on the scores.
     """
     (batch, heads, tokens, dim), kv_heads, (blocks, units), (offsets, _, longest) = q.shape, k_mean.shape[1], bias2.shape[2:], q_blocks
@@ -305,6 +305,7 @@ def key_gradients(
            config.options())
     dmeans = [x.sum(0) for x in some]
     sizes, config = launches["tokens"]
+    numbers = *strides(k, v, dk, dv), kv_heads, k.shape[2], units, dcovariance.shape[2]
     launch(_estimate_tokens_kernel, (units, batch * kv_heads, -(-dim // sizes["C"])),
            (k, v, dk, dv, k_mean, v_mean, *dmeans, dcovariance, log_count, order, kv_offsets),
-           (*strides(k, v, dk, dv), kv_heads, k.shape[2], units), dict(PARTS=units // kv_number) | sizes, config.options())
+           numbers, dict(PARTS=units // kv_number) | sizes, config.options())

@@ -57,13 +57,14 @@ def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, 
         total += tl.load(mass + row * units + unit, mask=estimated, other=0.0).to(tl.float32)
     tl.store(left + row, tl.sum(number, 0))
     factor = 1.0 / tl.maximum(tl.sum(total, 0), 1e-30)
-    for start in range(0, units, WIDTH):
+    # Units that pad the mixture have no share.
+    for start in range(0, mixture_row, WIDTH):
         unit = start + tl.arange(0, WIDTH)
         estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
         h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0).to(tl.float32)
         share = tl.load(mass + row * units + unit, mask=estimated, other=0.0).to(tl.float32) * factor
         share *= tl.sqrt(tl.minimum(CAP / tl.maximum(h, 1e-6), 1.0))
-        tl.store(mixture + row * mixture_row + unit, share.to(mixture.dtype.element_ty), mask=unit < units)
+        tl.store(mixture + row * mixture_row + unit, share.to(mixture.dtype.element_ty), mask=unit < mixture_row)
 
 
 @triton.jit
@@ -98,7 +99,7 @@ def _summed(pointers, mask, units, SLABS: tl.constexpr):
 
 @triton.jit
 def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, error, q_batch, q_head, q_row, heads, group, blocks, units,
-                 scale_log2, SAMPLE: tl.constexpr, CAP: tl.constexpr, SLABS: tl.constexpr,
+                 h_row, scale_log2, SAMPLE: tl.constexpr, CAP: tl.constexpr, SLABS: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """The softmax over units, mean of SAMPLE rows of a block, for M / SAMPLE blocks: one of each of SAMPLE equal runs, all rows of a block
     that has no more; h rounded, and the sum of mass x h."""
@@ -117,7 +118,7 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, er
     k_mean += kv_head * units * DIM
     log_count += kv_head * units
     block = first + tl.arange(0, BLOCKS)
-    half_variance += (at * blocks + block) * units * SLABS
+    half_variance += (at * blocks + block) * h_row
     # Each of four lanes that share a row of a product follows what it sees itself.
     row_max = tl.full([BLOCKS, SAMPLE, 4], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCKS, SAMPLE, 4], tl.float32)
@@ -280,17 +281,17 @@ def useful_heads(error: Tensor) -> Tensor:
 
 
 def sampled_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float,
-                 sample: int, cap: float, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
+                 sample: int, cap: float, mass: Tensor, rounded: Tensor, error: Tensor, slabs: int = 1) -> None:
     """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count + min(h, ``cap``), mean of ``sample`` of a
     block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h; and in ``rounded``, like
-    mass, h, which comes in float32, ``[B, H, N, S * U]``, as S parts of a sum."""
+    mass, h, which comes in float32, ``[B, H, N, slabs * U]``, as so many parts of a sum, maybe with columns behind them."""
     batch, heads, blocks, units = mass.shape
     config, sizes = _config("mass", q)
     sizes["M"] = max(sizes["M"], sample)
     launch(_mass_kernel, (-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
            (q, k_mean, log_count, half_variance, offsets, mass, rounded, error),
-           (*strides(q), heads, heads // k_mean.shape[1], blocks, units, scale * LOG2E),
-           dict(SAMPLE=sample, CAP=cap, SLABS=half_variance.shape[3] // units, **sizes), config.options())
+           (*strides(q), heads, heads // k_mean.shape[1], blocks, units, half_variance.shape[3], scale * LOG2E),
+           dict(SAMPLE=sample, CAP=cap, SLABS=slabs, **sizes), config.options())
 
 
 def merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor,

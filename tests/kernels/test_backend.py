@@ -18,9 +18,9 @@ def names(impl, where):
 
 
 @pytest.mark.parametrize("impl, where, other, exceptions", [
-    ("auto", HOPPER, "triton", dict(estimate="hopper", merge="hopper")),
-    ("hopper", HOPPER, "triton", dict(estimate="hopper", merge="hopper")),
-    ("auto", HOPPER._replace(head_dim=64), "triton", dict(estimate="hopper", merge="hopper")),
+    ("auto", HOPPER, "triton", dict(merge="hopper")),
+    ("hopper", HOPPER, "triton", dict(merge="hopper")),
+    ("auto", HOPPER._replace(head_dim=64), "triton", dict(merge="hopper")),
     ("auto", HOPPER._replace(head_dim=80), "triton", {}),
     ("auto", HOPPER._replace(dtype=torch.float16), "triton", {}),
     ("auto", HOPPER._replace(dtype=torch.float32), "triton", {}),
@@ -63,8 +63,8 @@ def test_a_backend_says_why_no_faster_row_runs_a_step():
     assert len(said) == len(BUT_ATTEND) and [line.split(":")[0] for line in said] == BUT_ATTEND
     for line in said:
         assert "torch" in line and "not triton, which requires an Ampere GPU (sm_80) or a later one, got sm_75" in line
-    estimate, = (line for line in said if line.startswith("estimate"))
-    assert "not hopper, which runs on compute capability 9.0 alone;" in estimate
+    merge, = (line for line in said if line.startswith("merge"))
+    assert "not hopper, which runs on compute capability 9.0 alone;" in merge
     assert choose("torch", HOPPER).explain() == tuple(f"{step}: torch" for step in BUT_ATTEND), "what was asked for rejects nothing"
 
 
