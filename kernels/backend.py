@@ -92,7 +92,6 @@ ROWS = (
         write_ring="portable.held:write_ring"), _triton_cannot),
     Row("triton", dict(
         key_statistics="portable.estimate:key_statistics", estimate="portable.estimate:estimate",
-        error_scores="portable.estimate_rows:scores",
         merge="portable.estimate:merge", merge_backward="portable.estimate:merge_backward",
         room_for_statistics="portable.held:room_for_statistics", write_statistics="portable.held:write_statistics"),
         _triton_estimate_cannot),
@@ -100,13 +99,13 @@ ROWS = (
         gather="eager.moves:gather", gather_one="eager.moves:one", gather_into="eager.moves:gather_into",
         take="eager.moves:take", score="eager.ranking:score",
         select="eager.ranking:select", valid_lengths="eager.ranking:valid_lengths", estimate="eager.estimate:estimate",
-        key_statistics="eager.estimate:key_statistics", error_scores="eager.estimate:scores", merge="eager.estimate:merge",
+        key_statistics="eager.estimate:key_statistics", merge="eager.estimate:merge",
         merge_backward="eager.estimate:merge_backward", room_for_statistics="eager.held:room_for_statistics",
         write_statistics="eager.held:write_statistics", write_ring="eager.held:write_ring")),
 )
 # Which step a function belongs to, where it is not named after it.
 STEP_OF = {"gather_one": "gather", "gather_into": "gather", "valid_lengths": "select", "key_statistics": "estimate",
-           "error_scores": "score", "merge_backward": "merge", "room_for_statistics": "estimate", "write_statistics": "estimate",
+           "merge_backward": "merge", "room_for_statistics": "estimate", "write_statistics": "estimate",
            "write_ring": "gather"}
 
 
@@ -143,7 +142,6 @@ class Backend:
         take: ``(x, index) -> x[:, :, index]``, zeros where the int64 index is -1, in x's memory order.
         score: ``(q_means, k_means, lambda_) -> float32 [B, H, N, K]``. lambda_ None scores by the dot product; a number by importance, see
             ``eager.ranking``. Means that are not finite count as zero, and as key blocks score -inf.
-        error_scores: ``(mass, half_variance, log_count, parts) -> float32 [B, H, N, K]``: mass x h / tokens, of ``Estimate``' fields.
         select: ``(forced, scores, k_per_row, active, beyond, room) -> (counts, indices)`` of BlockLists, ids ascending. forced: bool
             ``[T, T']``, True keeps the block for all batch elements and heads. scores: of the first N query and K key blocks; None = no
             more than forced, with H = 1. k_per_row: how many of the best each of the first N rows gets, at most K: an int or int32
@@ -167,7 +165,6 @@ class Backend:
     gather_into: Callable
     take: Callable
     score: Callable
-    error_scores: Callable
     select: Callable
     valid_lengths: Callable
     key_statistics: Callable

@@ -1,7 +1,7 @@
 """The estimate: what blocks that no list names would have added to attention, from their means and covariances.
 
 Its implementations share this file; ``eager/estimate.py`` has the formulas. ``eager/`` and ``portable/`` have the same five functions,
-called without autograd and outside of autocast: ``key_statistics``, ``estimate``, ``scores``, ``merge`` and ``merge_backward``.
+called without autograd and outside of autocast: ``key_statistics``, ``estimate``, ``merge`` and ``merge_backward``.
 Hopper's kernels take the place of launches in the portable functions.
 """
 
@@ -53,6 +53,8 @@ class Estimate:
             attention runs. None without queries, as mass and useful are.
         mass: likewise, the softmax over all units, mean of a query block's ``sampled_queries``, spread over it.
         useful: bool ``[B, H]``, the heads that are compensated.
+        scores: float32 ``[B, H, N, K]`` or float64, mass x h of each key block over its tokens, by which the rule "error" selects; -inf
+            where nothing is estimated of a block. A layer drops them once it has selected.
     """
 
     parts: int
@@ -66,6 +68,7 @@ class Estimate:
     half_variance: Tensor | None = None
     mass: Tensor | None = None
     useful: Tensor | None = None
+    scores: Tensor | None = None
 
     @property
     def of_queries(self) -> tuple[Tensor, Tensor, Tensor]:

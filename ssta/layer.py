@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -113,6 +114,7 @@ class Layer:
         estimates = self.estimate(tiled, None if selection is None else selection.useful) if self.estimates else None
         if selection is None:
             selection = self.select(tiled, estimates, left)
+        estimates = estimates and replace(estimates, scores=None)
         q, k, v = tiled.q, tiled.k, tiled.v
         # Nothing is held longer than it is read: beside the inputs there are never more than three copies, and with an estimate the result.
         del tiled

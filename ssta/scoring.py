@@ -29,7 +29,7 @@ class Facts:
         layer: whose tiles they are.
 
     Attributes:
-        backend: the kernels, ``backend.score`` and ``backend.error_scores`` among them.
+        backend: the kernels, ``backend.score`` among them.
         lambda_: the configuration's.
         estimates: as given.
     """
@@ -62,8 +62,8 @@ class Facts:
 
 def _error(facts: Facts) -> Tensor:
     estimates = facts.estimates
-    assert estimates is not None, "SSTAConfig wants a compensation for this rule"
-    return facts.backend.error_scores(estimates.mass, estimates.half_variance, estimates.log_count, estimates.parts)
+    assert estimates is not None and estimates.scores is not None, "SSTAConfig wants a compensation for this rule"
+    return estimates.scores
 
 
 # By the names of ``sampling_type``.

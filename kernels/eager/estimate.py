@@ -93,7 +93,8 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
     mass = (logits + _bias(log_count, half_variance)[..., None, :]).softmax(-1).nan_to_num(0)
     mass = (mass * trusted).sum(3) / number
     useful = useful_heads((mass * half_variance).sum(-1)) if useful is None else useful
-    return replace(keys, moments=None, half_variance=half_variance, mass=mass, useful=useful)
+    return replace(keys, moments=None, half_variance=half_variance, mass=mass, useful=useful,
+                   scores=scores(mass, half_variance, log_count, parts))
 
 
 def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -> Tensor:

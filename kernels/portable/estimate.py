@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..estimate import CAP, Blocks, Estimate, by_kv_head, sampled_queries
+from ..estimate import CAP, Blocks, Estimate, by_kv_head, sampled_queries, useful_heads
 from ..lowering.chunks import block_lists
 from ..lowering.inputs import loaded, strided
 from . import coded, estimate_backward, estimate_order, estimate_rows, estimate_statistics
@@ -55,7 +55,8 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
     half_variance, mass = (torch.empty(batch, heads, blocks, units, dtype=torch.bfloat16, device=q.device) for _ in range(2))
     if not q.numel() or known is None and not k.numel():
         useful = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if useful is None else useful
-        return replace(keys, moments=None, half_variance=half_variance.zero_(), mass=mass.zero_(), useful=useful)
+        scores = torch.zeros(batch, heads, blocks, units // parts, dtype=torch.float32, device=q.device)
+        return replace(keys, moments=None, half_variance=half_variance.zero_(), mass=mass.zero_(), useful=useful, scores=scores)
     sample, rows = sampled_queries(longest), padded(units)
     # The kernel that compares queries with units reads numbers of four bytes faster.
     slabs = 1 if keys.scales is None else coded.slabs(dim)
@@ -77,10 +78,10 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
             _wide_product(by_kv_head(queries, moments.shape[1]), moments.flatten(0, 1).mT, by_kv_head(products, moments.shape[1]))
         # Before those of the next heads.
         del moments, queries
-    error = torch.empty(batch, heads, blocks, dtype=torch.float32, device=q.device)
-    estimate_rows.sampled_mass(q, k_mean, log_count, wide, offsets, scale, sample, CAP, mass, half_variance, error, slabs)
-    useful = estimate_rows.useful_heads(error) if useful is None else useful
-    return replace(keys, moments=None, half_variance=half_variance, mass=mass, useful=useful)
+    error, scores = (torch.empty(batch, heads, blocks, *each, dtype=torch.float32, device=q.device) for each in ((), (units // parts,)))
+    estimate_rows.sampled_mass(q, k_mean, log_count, wide, offsets, scale, sample, CAP, mass, half_variance, error, scores, slabs)
+    useful = useful_heads(error) if useful is None else useful
+    return replace(keys, moments=None, half_variance=half_variance, mass=mass, useful=useful, scores=scores)
 
 
 def merge(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, counts: Tensor, indices: Tensor,
@@ -214,7 +215,7 @@ def padded(units: int) -> int:
 
 def _of_heads(estimates: Estimate, own: tuple, shared: tuple) -> Estimate:
     """The estimates of a group of ``head_groups``."""
-    return Estimate(**vars(estimates) | {name: x[own if name in ("half_variance", "mass", "useful") else shared]
+    return Estimate(**vars(estimates) | {name: x[own if name in ("half_variance", "mass", "useful", "scores") else shared]
                                          for name, x in vars(estimates).items() if isinstance(x, Tensor)})
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
-from ..estimate import CAP, USELESS
+from ..estimate import CAP
 from ..launch import launch
 from ..lowering.arguments import Lists
 from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, sampled_rows, softmax_step
@@ -16,7 +15,7 @@ from .config import LaunchConfig
 from .estimate_config import estimate_config, strides
 from .estimate_statistics import block_rows, head_at, padded
 
-# Units, and ids of a list, that a program of the bias and error kernels takes at once.
+# Units, and ids of a list, that a program of the bias kernel takes at once.
 WIDTH = 512
 
 
@@ -68,27 +67,6 @@ def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, 
 
 
 @triton.jit
-def _score_kernel(mass, half_variance, log_count, scores, heads, group, blocks, units, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """mass x h of key blocks' units for each of their tokens, -inf where nothing is estimated of any."""
-    kv_blocks = units // PARTS
-    block = tl.program_id(0)
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    row = (batch * heads + head) * blocks + block
-    log_count += (batch * (heads // group) + head // group) * units
-    for start in range(0, kv_blocks, WIDTH):
-        item = start + tl.arange(0, WIDTH)
-        inside = item < kv_blocks
-        score = tl.zeros([WIDTH], tl.float32)
-        tokens = tl.zeros([WIDTH], tl.float32)
-        for part in tl.static_range(PARTS):
-            unit = item * PARTS + part
-            weight = tl.load(mass + row * units + unit, mask=inside, other=0.0).to(tl.float32)
-            score += weight * tl.load(half_variance + row * units + unit, mask=inside, other=0.0).to(tl.float32)
-            tokens += tl.exp(tl.load(log_count + unit, mask=inside, other=0.0))
-        tl.store(scores + row * kv_blocks + item, tl.where(tokens > 0.0, score / tokens, float("-inf")), mask=inside)
-
-
-@triton.jit
 def _summed(pointers, mask, units, SLABS: tl.constexpr):
     """The sum over slabs of the numbers of units, which stand slab by slab."""
     total = tl.load(pointers, mask=mask, other=0.0)
@@ -98,11 +76,11 @@ def _summed(pointers, mask, units, SLABS: tl.constexpr):
 
 
 @triton.jit
-def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, error, q_batch, q_head, q_row, heads, group, blocks, units,
-                 h_row, scale_log2, SAMPLE: tl.constexpr, CAP: tl.constexpr, SLABS: tl.constexpr,
+def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, error, scores_of_blocks, q_batch, q_head, q_row, heads, group,
+                 blocks, units, h_row, scale_log2, SAMPLE: tl.constexpr, CAP: tl.constexpr, SLABS: tl.constexpr, PARTS: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """The softmax over units, mean of SAMPLE rows of a block, for M / SAMPLE blocks: one of each of SAMPLE equal runs, all rows of a block
-    that has no more; h rounded, and the sum of mass x h."""
+    that has no more; h rounded, the sum of mass x h, and mass x h of each key block over its tokens, -inf where nothing is estimated."""
     BLOCKS: tl.constexpr = M // SAMPLE
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     at, first = batch * heads + head, tl.program_id(0) * BLOCKS
@@ -144,18 +122,29 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, er
     share = 1.0 / tl.minimum(tl.maximum(sizes, 1), SAMPLE).to(tl.float32)
     mass += (at * blocks + block) * units
     rounded += (at * blocks + block) * units
+    KV_BLOCKS: tl.constexpr = N // PARTS
+    kv_blocks, items = units // PARTS, tl.arange(0, KV_BLOCKS)
+    scores_of_blocks += (at * blocks + block) * kv_blocks
     errors = tl.zeros([N, BLOCKS], tl.float32)
     for unit in range(0, units, N):
         keys = load_rows(k_mean, unit, DIM, units - unit, N, DIM, DIM_PAD, True)
         mask = (unit + columns < units)[:, None] & (block < blocks)[None, :]
-        bias = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))[:, None]
+        count = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))
         h = _summed(half_variance[None, :] + (unit + columns)[:, None], mask, units, SLABS)
-        bias += tl.minimum(h, CAP)
+        bias = count[:, None] + tl.minimum(h, CAP)
         scores = tl.dot(keys, tl.trans(queries), input_precision="ieee").reshape(N, BLOCKS, SAMPLE) * scale_log2
         total = tl.sum(tl.exp2(scores + (bias * (1 / LN2))[:, :, None] - row_lse[None, :, :]), 2) * share[None, :]
         errors += total * h
-        tl.store(mass[None, :] + (unit + columns)[:, None], total.to(mass.dtype.element_ty), mask=mask)
-        tl.store(rounded[None, :] + (unit + columns)[:, None], h.to(rounded.dtype.element_ty), mask=mask)
+        weight, h = total.to(mass.dtype.element_ty), h.to(rounded.dtype.element_ty)
+        tl.store(mass[None, :] + (unit + columns)[:, None], weight, mask=mask)
+        tl.store(rounded[None, :] + (unit + columns)[:, None], h, mask=mask)
+        score, tokens = weight.to(tl.float32) * h.to(tl.float32), tl.exp(count)
+        if PARTS > 1:
+            score = tl.sum(score.reshape(KV_BLOCKS, PARTS, BLOCKS), 1)
+            tokens = tl.sum(tokens.reshape(KV_BLOCKS, PARTS), 1)
+        score = tl.where((tokens > 0.0)[:, None], score / tokens[:, None], float("-inf"))
+        item = unit // PARTS + items
+        tl.store(scores_of_blocks[None, :] + item[:, None], score, mask=(item < kv_blocks)[:, None] & (block < blocks)[None, :])
     tl.store(error + at * blocks + block, tl.sum(errors, 0), mask=block < blocks)
 
 
@@ -236,17 +225,6 @@ def _merge_kernel(q, k_mean, v_mean, bias, left, matrix, estimate_lse, out, lse,
     tl.store(share, tl.sum(tl.where(inside, tl.where(some, exact, 1.0), 0.0), 0) / size)
 
 
-@triton.jit
-def _useful_kernel(error, useful, blocks, MOST: tl.constexpr, WIDTH: tl.constexpr):
-    """Whether the mean of a head's errors is no more than MOST."""
-    head = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([WIDTH], tl.float32)
-    for start in range(0, blocks, WIDTH):
-        block = start + tl.arange(0, WIDTH)
-        total += tl.load(error + head * blocks + block, mask=block < blocks, other=0.0)
-    tl.store(useful + head, tl.sum(total, 0) / blocks <= MOST)
-
-
 def unit_bias(log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lists, useful: Tensor, parts: int,
               bias: Tensor, left: Tensor, mixture: Tensor) -> None:
     """Writes ``bias``, float32 ``[B, H, N, U]``, in base 2: what a unit's logit has beside its mean key's; ``left``, int32 ``[B, H, N]``,
@@ -262,36 +240,19 @@ def unit_bias(log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lis
             mixture.stride(2)), dict(CAP=CAP, PARTS=parts, WIDTH=WIDTH))
 
 
-def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -> Tensor:
-    """``scores`` of ``eager/estimate.py``, in float32."""
-    mass, half_variance, log_count = (x.contiguous() for x in (mass, half_variance, log_count))
-    batch, heads, blocks, units = mass.shape
-    out = torch.empty(batch, heads, blocks, units // parts, dtype=torch.float32, device=mass.device)
-    if out.numel():
-        launch(_score_kernel, (blocks, batch * heads, 1), (mass, half_variance, log_count, out),
-               (heads, heads // log_count.shape[1], blocks, units), dict(PARTS=parts, WIDTH=WIDTH))
-    return out
-
-
-def useful_heads(error: Tensor) -> Tensor:
-    """``useful_heads`` of ``estimate.py``, of a contiguous ``error``."""
-    useful = torch.empty(error.shape[:2], dtype=torch.bool, device=error.device)
-    launch(_useful_kernel, (useful.numel(), 1, 1), (error, useful), (error.shape[2],), dict(MOST=USELESS, WIDTH=WIDTH))
-    return useful
-
-
 def sampled_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float,
-                 sample: int, cap: float, mass: Tensor, rounded: Tensor, error: Tensor, slabs: int = 1) -> None:
+                 sample: int, cap: float, mass: Tensor, rounded: Tensor, error: Tensor, scores: Tensor, slabs: int = 1) -> None:
     """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count + min(h, ``cap``), mean of ``sample`` of a
     block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h; and in ``rounded``, like
-    mass, h, which comes in float32, ``[B, H, N, slabs * U]``, as so many parts of a sum, maybe with columns behind them."""
+    mass, h, which comes in float32, ``[B, H, N, slabs * U]``, as so many parts of a sum, maybe with columns behind them. And
+    ``scores``, float32 ``[B, H, N, K]``, mass x h of the U / K units of each key block over its tokens; -inf where nothing is estimated."""
     batch, heads, blocks, units = mass.shape
     config, sizes = _config("mass", q)
     sizes["M"] = max(sizes["M"], sample)
     launch(_mass_kernel, (-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
-           (q, k_mean, log_count, half_variance, offsets, mass, rounded, error),
+           (q, k_mean, log_count, half_variance, offsets, mass, rounded, error, scores),
            (*strides(q), heads, heads // k_mean.shape[1], blocks, units, half_variance.shape[3], scale * LOG2E),
-           dict(SAMPLE=sample, CAP=cap, SLABS=slabs, **sizes), config.options())
+           dict(SAMPLE=sample, CAP=cap, SLABS=slabs, PARTS=units // scores.shape[3], **sizes), config.options())
 
 
 def merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor,

@@ -9,6 +9,7 @@ from backend_rows import DEVICE, rows
 from estimate_cases import estimate_case, no_worse, same_estimates
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 
+from ssta.kernels.eager import estimate as eager
 from ssta.kernels.estimate import Estimate, useful_heads
 from ssta.kernels.portable import estimate, estimate_order
 
@@ -146,9 +147,9 @@ def test_scores_and_useful_heads_are_sums_over_units(parts):
     case = estimate_case([40, 1, 30, 33], 4, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
     case.v[1, 0, 60, 2] = torch.nan
     estimates = case.estimate()
-    scores, mass, half_variance = case.scores(estimates), estimates.mass.float(), estimates.half_variance.float()
+    scores, mass, half_variance = estimates.scores, estimates.mass.float(), estimates.half_variance.float()
     assert (scores[1, :2, :, 2] == -torch.inf).all() and scores.isinf().sum() == 8
-    torch.testing.assert_close(scores, case.backend("torch").error_scores(mass, half_variance, estimates.log_count, parts))
+    torch.testing.assert_close(scores, eager.scores(mass, half_variance, estimates.log_count, parts))
     errors = (mass * half_variance).unflatten(-1, (4, parts)).sum(-1)
     tokens = torch.tensor([40, 1, 30, 33], device=DEVICE)
     torch.testing.assert_close((scores * tokens)[0], errors[0])
@@ -167,7 +168,7 @@ def test_what_is_not_finite_stays_where_it_is(parts):
     results, _, estimates = check(case, case.lists(eye))
     bad = estimates.log_count.isneginf().unflatten(-1, (4, parts)).all(-1)
     assert bad.nonzero().tolist() == [[0, 0, 1], [0, 1, 3]]
-    assert (case.scores(estimates)[bad[:, :, None].expand(-1, -1, 4, -1)] < -1e30).all()
+    assert (estimates.scores[bad[:, :, None].expand(-1, -1, 4, -1)] < -1e30).all()
     rows = results[0].isnan().any(-1).nonzero().tolist()
     # Rows of text attend to all that is listed.
     assert [0, 0, 60] in rows and all(row == [0, 0, 60] or row[2] >= 120 for row in rows)

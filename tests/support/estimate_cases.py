@@ -78,9 +78,6 @@ class EstimateCase:
         with self.budgeted():
             return self.backend(row).estimate(self.q, self.k, self.v, *self.shape, self.scale, self.parts, **options)
 
-    def scores(self, estimates, row="triton"):
-        return self.backend(row).error_scores(estimates.mass, estimates.half_variance, estimates.log_count, estimates.parts)
-
     def add(self, out, lse, blocks, estimates, row="triton"):
         """(out, lse, share); what is given stays as it is."""
         out, lse = out.clone(), lse.clone()

@@ -126,7 +126,6 @@ def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> 
     blocks, lse = (torch.arange(0, 512, 128, dtype=torch.int32), 3, 128), torch.zeros(1, 2, 384)
     steps = choose("auto", Where("cuda", (9, 0) if hopper else (8, 0), False, dtype, dim))
     found = steps.estimate(q, k, v, blocks, blocks, 1.0, parts)
-    steps.error_scores(found.mass, found.half_variance, found.log_count, parts)
     _, estimate_lse, bias, mixture = steps.merge(out, lse, q, k, v, blocks, blocks, lists.counts, lists.indices, found, 1.0, True)
     steps.merge_backward(q, out, lse, out, lse, estimate_lse, q, k, v, blocks, blocks, bias, mixture, found.log_count, found.order,
                            found.k_mean, found.v_mean, 1.0)
@@ -204,7 +203,7 @@ def estimate_cases() -> dict[str, Case]:
         # Bytes a thread, outside of loops: on an H200 few warps, whose registers hardly do at some head_dims, are faster than more of them.
         # Float32 and head_dims above 128 are there to be right. At 256 the matrix of the order alone takes all registers.
         found[f"estimate D={dim} {name}{' halves' * (parts > 1)}"] = Case(
-            (80, 90, 120), partial(estimate, dim, DTYPES[name], parts), ESTIMATE if dim <= 128 else ESTIMATE + "(?!order)",
+            (80, 90, 100, 120), partial(estimate, dim, DTYPES[name], parts), ESTIMATE if dim <= 128 else ESTIMATE + "(?!order)",
             Allowed(spilled=160), assembled=name != "fp32" and dim <= 128, usual=usual.get((name, dim, parts), ()), asked=(80, 90))
     return found
 
