@@ -52,13 +52,15 @@ def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covarian
     blocks = _Cut(kv_blocks, k.shape[2])
     k, v = (x.to(compute_dtype(k)) for x in (k, v))
     finite = (blocks.cut(k).isfinite() & blocks.cut(v).isfinite()).flatten(3).all(-1)
-    order, lower = blocks.principal_order(blocks.cut(k).masked_fill(~finite[..., None, None], 0)) if parts > 1 else (None, None)
-    members, counts = blocks.members(lower)
-    log_count = counts.to(k.dtype).log().expand(*finite.shape, parts).masked_fill(~finite[..., None], -torch.inf).flatten(2)
-    sound = members & ~log_count.isneginf().unflatten(2, (-1, parts))[..., None]
-    k_mean, v_mean = (blocks.units(x, order, sound).sum(4).div(counts.clamp(min=1)[..., None]).flatten(2, 3) for x in (k, v))
-    k_spread = blocks.deviations(k, k_mean, order, sound)
-    moments = (k_spread.mT @ k_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3)
+    order, lower = None, blocks.lengths.expand(finite.shape)
+    if parts > 1:
+        order, lower = blocks.principal_order(blocks.cut(k).masked_fill(~finite[..., None, None], 0))
+    counts = torch.stack((lower, blocks.lengths - lower), -1)[..., :parts]
+    log_count = counts.to(k.dtype).log().masked_fill(~finite[..., None], -torch.inf).flatten(2)
+    members, counts = blocks.members(log_count)
+    k_mean, v_mean = ((blocks.units(x, order, members).sum(4) / counts[..., None]).flatten(2, 3) for x in (k, v))
+    k_spread = blocks.deviations(k, k_mean, order, members)
+    moments = (k_spread.mT @ k_spread / counts[..., None, None]).flatten(2, 3)
     mixed = _covariances(k, v, k_mean, v_mean, log_count, order, blocks) if covariances else None
     return Estimate(parts, log_count, order, k_mean, v_mean, moments, mixed)
 
@@ -174,7 +176,7 @@ def merge_backward(
     heads, kv_heads, wide = q.shape[1], k.shape[1], compute_dtype(q)
     rows, blocks = _Cut(q_blocks, q.shape[2]), _Cut(kv_blocks, k.shape[2])
     parts = log_count.shape[2] // blocks.number
-    members, counts = blocks.members(blocks.lower(log_count))
+    members, counts = blocks.members(log_count)
     queries, do = q.to(wide), dout.to(wide)
     estimated = ~estimate_lse.isneginf()
     of_exact, of_estimate, _ = _shares(exact_lse, estimate_lse)
@@ -198,14 +200,13 @@ def merge_backward(
     dk_mean, dv_mean = of_kv_heads(scale * dlogits.mT @ queries), of_kv_heads(weights.mT @ do)
     dmatrix = scale * rows.cut(queries).mT @ rows.cut(of_estimate[..., None] * do)
     dcovariance = of_kv_heads(mixture.mT @ dmatrix.flatten(3)).unflatten(3, dmatrix.shape[3:]).unflatten(2, (-1, parts))
-    sound = members & ~log_count.isneginf().unflatten(2, (-1, parts))[..., None]
 
     def of_tokens(x: Tensor, dmean: Tensor, spread: Tensor, dmatrix: Tensor) -> Tensor:
         found = dmean.unflatten(2, (-1, parts))[..., None, :] + spread @ dmatrix
-        return blocks.scattered((found / counts.clamp(min=1)[..., None, None]).masked_fill(~sound[..., None], 0).sum(3), order).to(x.dtype)
+        return blocks.scattered((found / counts[..., None, None]).masked_fill(~members[..., None], 0).sum(3), order).to(x.dtype)
 
-    dk = of_tokens(k, dk_mean, blocks.deviations(v.to(wide), v_mean, order, sound), dcovariance.mT)
-    dv = of_tokens(v, dv_mean, blocks.deviations(k.to(wide), k_mean, order, sound), dcovariance)
+    dk = of_tokens(k, dk_mean, blocks.deviations(v.to(wide), v_mean, order, members), dcovariance.mT)
+    dv = of_tokens(v, dv_mean, blocks.deviations(k.to(wide), k_mean, order, members), dcovariance)
     return dexact, dexact_lse, dq.to(q.dtype), dk, dv
 
 
@@ -241,17 +242,12 @@ class _Cut:
         """int64 ``[B, H, P, 1]``: ``order``, which of other blocks' places holds anything, with their own tokens there."""
         return order.long().where(self.inside, self._token)[..., None]
 
-    def members(self, lower: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(bool ``[..., N, parts, L]``: the places of a block that a unit takes; int64 ``[..., N, parts]``: how many). lower: ``[..., N]``,
-        how many the first of two units takes; None: a block is one."""
-        if lower is None:
-            return self.valid[:, None], self.lengths[:, None]
-        first = self.place < lower[..., None]
-        return torch.stack((first, self.valid & ~first), -2), torch.stack((lower, self.lengths - lower), -1)
-
-    def lower(self, log_count: Tensor) -> Tensor | None:
-        """What ``members`` wants to know of blocks with ``Estimate.log_count``, where they are estimated."""
-        return None if log_count.shape[2] == self.number else log_count[..., ::2].exp().round().long()
+    def members(self, log_count: Tensor) -> tuple[Tensor, Tensor]:
+        """(bool ``[B, Hkv, N, parts, L]``: the places of a block that each unit takes; int64 ``[B, Hkv, N, parts]``: how many, at least 1).
+        log_count: that of ``Estimate``."""
+        counts = log_count.exp().round().long().unflatten(2, (self.number, -1))
+        ends = counts.cumsum(-1)
+        return (self.place >= (ends - counts)[..., None]) & (self.place < ends[..., None]), counts.clamp(min=1)
 
     def units(self, x: Tensor, order: Tensor | None, members: Tensor) -> Tensor:
         """``[B, H, P, D]`` -> ``[B, H, N, parts, L, D]``, each unit's tokens at the places of ``order``, 0 elsewhere."""
@@ -322,10 +318,9 @@ def _weights(q: Tensor, k_mean: Tensor, bias: Tensor, blocks: _Cut, scale: float
 
 def _covariances(k: Tensor, v: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None, blocks: _Cut) -> Tensor:
     """C, ``[B, Hkv, U, D * D]``."""
-    members, counts = blocks.members(blocks.lower(log_count))
-    sound = members & ~log_count.isneginf().unflatten(2, counts.shape[-2:])[..., None]
-    k_spread, v_spread = (blocks.deviations(x.to(compute_dtype(k)), mean, order, sound) for x, mean in ((k, k_mean), (v, v_mean)))
-    return (k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3).flatten(3)
+    members, counts = blocks.members(log_count)
+    k_spread, v_spread = (blocks.deviations(x.to(compute_dtype(k)), mean, order, members) for x, mean in ((k, k_mean), (v, v_mean)))
+    return (k_spread.mT @ v_spread / counts[..., None, None]).flatten(2, 3).flatten(3)
 
 
 def _matrices(covariances: Tensor, mixture: Tensor, dim: int) -> Tensor:

@@ -116,10 +116,9 @@ class EstimateCase:
         ``estimates``: the same unrounded."""
         q, k = self.q.double(), self.k.double()
         places, kv_places = eager._Cut(self.shape[0], q.shape[2]), eager._Cut(self.shape[1], k.shape[2])
-        members, counts = kv_places.members(kv_places.lower(estimates.log_count))
-        sound = members & ~estimates.log_count.isneginf().unflatten(2, (-1, self.parts))[..., None]
-        spread = kv_places.deviations(k, estimates.k_mean, estimates.order, sound)
-        variance = self.rounded((spread.mT @ spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), torch.bfloat16)
+        members, counts = kv_places.members(estimates.log_count)
+        spread = kv_places.deviations(k, estimates.k_mean, estimates.order, members)
+        variance = self.rounded((spread.mT @ spread / counts[..., None, None]).flatten(2, 3), torch.bfloat16)
         sampled, counted = places.sample()
         queries = places.cut(q).gather(3, sampled[..., None].expand(*q.shape[:2], -1, -1, q.shape[3]))
         trusted = queries.isfinite().all(-1, keepdim=True) & counted[..., None]
@@ -136,11 +135,10 @@ class EstimateCase:
         dtype, estimates, heads = self.q.dtype, in_float64(estimates), self.q.shape[1]
         q, k, v, out, lse = (x.double() for x in (self.q, self.k, self.v, out, lse))
         places, kv_places = eager._Cut(self.shape[0], q.shape[2]), eager._Cut(self.shape[1], k.shape[2])
-        members, counts = kv_places.members(kv_places.lower(estimates.log_count))
-        sound = members & ~estimates.log_count.isneginf().unflatten(2, (-1, self.parts))[..., None]
-        k_spread, v_spread = (self.rounded(kv_places.deviations(x, mean, estimates.order, sound), dtype)
+        members, counts = kv_places.members(estimates.log_count)
+        k_spread, v_spread = (self.rounded(kv_places.deviations(x, mean, estimates.order, members), dtype)
                               for x, mean in ((k, estimates.k_mean), (v, estimates.v_mean)))
-        covariance = self.rounded((k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), torch.bfloat16)
+        covariance = self.rounded((k_spread.mT @ v_spread / counts[..., None, None]).flatten(2, 3), torch.bfloat16)
         _, estimate_lse, bias, mixture = eager.merge(out.clone(), lse.clone(), q, k, v, *self.shape, blocks.counts, blocks.indices,
                                                      estimates, self.scale, True)
         mixture = self.rounded(mixture, torch.bfloat16)

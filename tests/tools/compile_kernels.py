@@ -203,7 +203,7 @@ def estimate_cases() -> dict[str, Case]:
         # Bytes a thread, outside of loops: on an H200 few warps, whose registers hardly do at some head_dims, are faster than more of them.
         # Float32 and head_dims above 128 are there to be right. At 256 the matrix of the order alone takes all registers.
         found[f"estimate D={dim} {name}{' halves' * (parts > 1)}"] = Case(
-            (80, 90, 100, 120), partial(estimate, dim, DTYPES[name], parts), ESTIMATE if dim <= 128 else ESTIMATE + "(?!order)",
+            (80, 90, 120), partial(estimate, dim, DTYPES[name], parts), ESTIMATE if dim <= 128 else ESTIMATE + "(?!order)",
             Allowed(spilled=160), assembled=name != "fp32" and dim <= 128, usual=usual.get((name, dim, parts), ()), asked=(80, 90))
     return found
 
