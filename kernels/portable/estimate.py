@@ -18,8 +18,9 @@ from ..lowering.chunks import block_lists
 from ..lowering.inputs import loaded, strided
 from . import coded, estimate_backward, estimate_order, estimate_rows, estimate_statistics
 
-# What a step makes for some heads at once may take this share of the mean bytes of q, k, v and attention's result, and twice as much while
-# that result, or the gradients of the exact part, are to come: a layer is within 1.25 times q, k, v and the result.
+# A step works on so many heads at once that their matrices take this share of q's bytes, or with more keys than queries of the mean of q's
+# and k's. Twice as much is free while attention's result, or the gradients of the exact part, are to come. At 720p a layer then holds 1.25
+# times q, k, v and the result.
 BUDGET = 0.65
 
 
@@ -168,8 +169,12 @@ def merge_backward(
 
 
 def head_groups(q: Tensor, k: Tensor, of_head: int, budgets: int = 1) -> Iterator[tuple[tuple, tuple]]:
-    """Indices of (query heads, key heads) that a step does at once: as many key heads of one batch element, each of which takes ``of_head``
-    bytes, as so many budgets allow, at least one, in groups of nearly the same size; or all of all."""
+    """Indices of the query heads and the key heads that a step works on at once: all, or some of one batch element.
+
+    Args:
+        of_head: bytes that a key head takes, with its query heads.
+        budgets: how many budgets there are. Groups are as few as these allow, at least of one key head, and nearly of the same size.
+    """
     batch, heads, kv_heads = *q.shape[:2], k.shape[1]
     group = heads // kv_heads
     most = max(1, int(budgets * BUDGET * max(q.numel(), (q.numel() + k.numel()) // 2) * q.element_size()) // of_head)
