@@ -1,7 +1,7 @@
 """What do several GPUs gain? Exchange, layers by stage, steps of models, memory and errors, on 1, 2, 4, ... ranks of one host.
 
     torchrun --nproc-per-node=4 benchmark/bench_parallel.py [--ranks 1 2 4] [--what all-to-all layer step] [--layer TEXT ...]
-                                                            [--model TEXT ...] [--only default "one part" none dense] [--ring 2 ...]
+                                                            [--model TEXT ...] [--only default "one part" none dense]
                                                             [--rounds 5] [--limit MINUTES] [--profile NAME] [--csv NAME]
 
 On GPUs through NCCL; without one through gloo, on toy shapes. Rounds go through all numbers of ranks, which the first ranks make up while
@@ -43,7 +43,7 @@ from rank_tables import scaling_table
 from shapes import DEFAULTS, SHARED, SHARED_CPU, LayerShape
 from shared_layer import measure_layer, reckon_layer, row
 from table import draw
-from world import OnRanks, World, meshes
+from world import OnRanks, World
 
 ONLY = (*DEFAULTS, "none", "dense")
 # Bytes of an all-to-all's buffer, own part included: what layers exchange.
@@ -64,8 +64,8 @@ def main(argv: list[str] | None = None) -> None:
         if world.rank == 0:
             print_machine()
             print(f"{world.size} ranks, measured on {', '.join(map(str, sizes))}", flush=True)
-        for mesh in meshes(sizes[1:], options.ring):
-            world.mesh(*mesh)
+        for ranks in sizes[1:]:
+            world.mesh(ranks)
         run(world, options, sizes)
         world.end()
     finally:
@@ -81,8 +81,6 @@ def arguments(argv: list[str] | None, gpu: bool) -> argparse.Namespace:
     add_names(parser, "model", models)
     parser.add_argument("--what", nargs="+", default=["all-to-all", "layer", "step"], choices=["all-to-all", "layer", "step"])
     parser.add_argument("--only", nargs="+", default=ONLY, choices=ONLY, help="which attention to measure")
-    parser.add_argument("--ring", nargs="+", type=number, default=[], help="also meshes with rings of so many ranks, which in a "
-                        "layer have rows of their own, and in a step where there are fewer heads than ranks")
     parser.add_argument("--reckon", nargs="*", type=number, default=[2, 4, 8], help="for how many ranks to reckon (default 2 4 8)")
     parser.add_argument("--bandwidth", type=float, help="GB/s that a rank sends, for reckoning, in place of what is measured")
     parser.add_argument("--limit", type=float, default=5.0, metavar="MINUTES", help="begin nothing after so long (default 5)")
@@ -145,7 +143,7 @@ def run(world: World, options: argparse.Namespace, sizes: list[int]) -> None:
 
 def sections(world: World, options: argparse.Namespace, sizes: list[int], rows: list[dict]) -> Iterator[Section]:
     """The most important ones first; ``rows`` are those that were found so far."""
-    rounds, shared, over = options.rounds, [ranks for ranks in sizes if ranks > 1], meshes(sizes, options.ring)
+    rounds, shared = options.rounds, [ranks for ranks in sizes if ranks > 1]
     reckoned = sorted({1, *options.reckon})
 
     def rate(ranks: int) -> float | None:
@@ -158,16 +156,16 @@ def sections(world: World, options: argparse.Namespace, sizes: list[int], rows: 
         model = next((shape for shape in models if shape.thw == layer.thw), None)
         sparse = [name for name in ONLY if name in options.only and name != "dense"] if "layer" in options.what else []
         for name in sparse:
-            yield dict(what="layer", shape=layer.name, attention=name), partial(measure_layer, world, layer, name, over, rounds)
+            yield dict(what="layer", shape=layer.name, attention=name), partial(measure_layer, world, layer, name, sizes, rounds)
         if "step" in options.what and model:
             models.remove(model)
-            yield dict(what="step", shape=model.name), partial(measure_model, world, model, options.only, over, rounds)
+            yield dict(what="step", shape=model.name), partial(measure_model, world, model, options.only, sizes, rounds)
         evenly = not layer.kv_heads and any(layer.heads % ranks == 0 for ranks in options.reckon)
         for name in sparse if evenly else ():
             about = dict(what="layer", shape=layer.name, attention=name, basis="reckoned")
             yield about, partial(reckon, world, layer, name, model, reckoned, rounds, rate, rows)
     for model in models if "step" in options.what else ():
-        yield dict(what="step", shape=model.name), partial(measure_model, world, model, options.only, over, rounds)
+        yield dict(what="step", shape=model.name), partial(measure_model, world, model, options.only, sizes, rounds)
     if options.profile:
         yield dict(what="profile", shape=options.layers[0].name), partial(profile, world, options.layers[0], sizes[-1], options.profile)
 
@@ -185,7 +183,7 @@ def measure_exchange(world: World, sizes: list[int], rounds: int) -> list[dict]:
     rows = []
     for (ranks, size), times in interleaved(calls, rounds, timed=world.milliseconds).items():
         rate = 1e-6 * sent[ranks, size] * (ranks - 1) / ranks / times["median_ms"] if times["median_ms"] else ""
-        rows.append(row(what="all-to-all", ranks=ranks, mesh=f"1 x {ranks}", stage="total", **times, mib=sent[ranks, size] / 2**20,
+        rows.append(row(what="all-to-all", ranks=ranks, stage="total", **times, mib=sent[ranks, size] / 2**20,
                         gb_s=rate))
     return rows
 
@@ -222,7 +220,7 @@ def reckon(world: World, layer: LayerShape, attention: str, model: Any, sizes: l
     for ranks, ms in totals.items():
         # Every rank has all of the text. Of what arrives v and k do so while k and q are projected.
         step_s = rest * (text + (1 - text) / ranks) + model.depth * (ms - arriving.get(ranks, 0.0) * 2 / 3) / 1e3
-        found.append(row(what="step", shape=model.name, attention=attention, ranks=ranks, mesh=f"1 x {ranks}", stage="total",
+        found.append(row(what="step", shape=model.name, attention=attention, ranks=ranks, stage="total",
                          basis="reckoned", step_s=step_s, speed_up=one["step_s"] / step_s))
     return found
 
@@ -234,7 +232,7 @@ def profile(world: World, layer: LayerShape, ranks: int, name: str) -> list[dict
     if world.rank == 0:
         write_rows(RESULTS / f"timeline_{name}.csv", events)
         draw(RESULTS, ["timeline"])
-    return [row(what="profile", shape=layer.name, ranks=ranks, mesh=f"1 x {ranks}", stage="device idle", **summary(events))]
+    return [row(what="profile", shape=layer.name, ranks=ranks, stage="device idle", **summary(events))]
 
 
 if __name__ == "__main__":

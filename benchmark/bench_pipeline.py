@@ -47,7 +47,7 @@ from table import steps_table
 from torch import Tensor, nn
 
 from ssta.pipelines import Schedule, apply_ssta
-from ssta.pipelines.patch.family import family_of
+from ssta.pipelines.patch.register import family_of
 
 WHAT = ("default", "sparse", "one part", "stock", "unmasked", "dense", "zero", "none", "removed")
 # As apply_ssta has them: the first layer dense, the others sparse.

@@ -6,9 +6,9 @@ from rows import SHARED_STEPS, STAGES, Row, attention_of, figures, grouped, mill
 
 
 def scaling_table(rows: list[Row]) -> list[list[str]]:
-    """One line a layer or step and attention: measured times and speed-ups by the number of GPUs, heads exchanged for tokens, no rings."""
+    """One line a layer or step and attention: measured times and speed-ups by the number of GPUs."""
     totals = [row for row in rows if row["what"] in ("layer", "step") and row["stage"] == "total" and row["basis"] == "measured"
-              and row["mesh"].startswith("1 x ") and not row["note"]]
+              and not row["note"]]
     numbers = sorted({int(row["ranks"]) for row in totals})
     lines = [["of", "attention", *(f"{n} GPU{'s' * (n > 1)}" for n in numbers), *(f"speed-up on {n}" for n in numbers[1:])]]
     for (what, shape, attention), found in grouped(totals, lambda row: (row["what"], row["shape"], row["attention"])).items():
@@ -21,17 +21,17 @@ def scaling_table(rows: list[Row]) -> list[list[str]]:
 
 def ranks_table(rows: list[Row]) -> list[list[str]]:
     """One line a layer or step, attention and number of ranks: measured beside reckoned."""
-    lines = [["of", "attention", "ranks", "ring x ulysses", "time", "speed-up", "reckoned", "its speed-up", "imbalance", "MiB a rank",
+    lines = [["of", "attention", "ranks", "time", "speed-up", "reckoned", "its speed-up", "imbalance", "MiB a rank",
               "from one rank", "error"]]
     totals = [row for row in rows if row["what"] in ("layer", "step") and row["stage"] == "total" and not row["note"]]
-    names = "what", "shape", "attention", "ranks", "mesh"
-    for (what, shape, attention, ranks, mesh), found in grouped(totals, lambda row: tuple(str(row[name]) for name in names)).items():
+    names = "what", "shape", "attention", "ranks"
+    for (what, shape, attention, ranks), found in grouped(totals, lambda row: tuple(str(row[name]) for name in names)).items():
         of = {row["basis"]: row for row in found}
         measured, reckoned = of.get("measured"), of.get("reckoned")
         if measured is None and ranks == "1":
             continue
         name = attention_of(found[0]) if what == "layer" else SHARED_STEPS[attention]
-        lines.append([f"{shape}, {what}", name, ranks, mesh, shared_time(measured),
+        lines.append([f"{shape}, {what}", name, ranks, shared_time(measured),
                       figures((measured or {}).get("speed_up")), shared_time(reckoned), figures((reckoned or {}).get("speed_up")),
                       *(figures((measured or {}).get(column)) for column in ("imbalance", "extra_mib", "difference", "error"))])
     return lines
@@ -44,13 +44,13 @@ def shared_time(row: Row | None) -> str:
 
 
 def shared_stages_table(rows: list[Row]) -> list[list[str]]:
-    """One line a layer, attention and mesh, with what each stage takes on the rank that attends longest."""
+    """One line a layer, attention and number of ranks, with what each stage takes on the rank that attends longest."""
     measured = [row for row in rows if row["what"] == "layer" and row["basis"] == "measured" and not row["note"]]
     shown = [stage for stage in (*STAGES, "total") if any(row["stage"] == stage for row in measured)]
-    lines = [["layer", "attention", "ring x ulysses", *(f"{stage}, ms" for stage in shown)]]
-    for (shape, _, mesh), found in grouped(measured, lambda row: (row["shape"], row["attention"], row["mesh"])).items():
+    lines = [["layer", "attention", "ranks", *(f"{stage}, ms" for stage in shown)]]
+    for (shape, _, ranks), found in grouped(measured, lambda row: (row["shape"], row["attention"], row["ranks"])).items():
         of = {row["stage"]: row for row in found}
-        lines.append([shape, attention_of(found[0]), mesh, *(milliseconds(of.get(stage)) for stage in shown)])
+        lines.append([shape, attention_of(found[0]), ranks, *(milliseconds(of.get(stage)) for stage in shown)])
     return lines
 
 

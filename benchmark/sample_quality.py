@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -123,7 +124,7 @@ class Reference:
             video = self._autoencoder.decode(x[None])[0]
             of = {"psnr": quality.psnr(video, frames), "ssim": quality.ssim(video, frames),
                   "latent_error": quality.relative_difference(x, dense)}
-            if quality.lpips_available():
+            if find_spec("lpips") is not None:
                 of["lpips"] = quality.lpips_distance(video[::LPIPS_EVERY], frames[::LPIPS_EVERY])
             found.append(of)
         return found

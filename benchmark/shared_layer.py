@@ -12,16 +12,15 @@ from measure import NO_TIMES, elapsed_ms, failure, interleaved, now, peak_extra_
 from shapes import LayerShape
 from stages import Stopwatch
 from torch import Tensor
-from world import Mesh, OnRanks, World, mesh_name
+from world import OnRanks, World
 
 from ssta import TokenLayout, ssta_attention
 from ssta.kernels import BlockLists
 from ssta.ranks import Shards, exchange
-from ssta.ranks.rings import Rings
 from ssta.ranks.runs import runs_of
 
 # What every row has, in this order.
-COLUMNS = dict(what="", shape="", attention="", ranks="", mesh="", stage="", basis="measured", **NO_TIMES, step_s="", speed_up="",
+COLUMNS = dict(what="", shape="", attention="", ranks="", stage="", basis="measured", **NO_TIMES, step_s="", speed_up="",
                imbalance="", mib="", gb_s="", extra_mib="", difference="", error="", note="")
 
 
@@ -49,11 +48,11 @@ class SharedLayer:
                     for heads in (shape.heads, *[shape.kv_heads or shape.heads] * 2)]
         self.text_mask = torch.arange(shape.text, device=world.device)[None] < shape.valid if shape.text else None
 
-    def call(self, mesh: Mesh) -> Callable[[], Tensor]:
+    def call(self, ranks: int) -> Callable[[], Tensor]:
         """The layer on this rank's tokens; [B, H, S_r, D] -> the same."""
-        if mesh == (1, 1):
+        if ranks == 1:
             return self.of_heads(self.shape.heads)
-        group, shards = self.world.shared(*mesh), self.shards(mesh)
+        group, shards = self.world.group(ranks), self.shards(ranks)
         local = [share(x, shards).transpose(1, 2) for x in self.qkv]
         return lambda: ssta_attention(*local, self.layout, self.config, text_mask=self.text_mask, group=group)
 
@@ -62,17 +61,16 @@ class SharedLayer:
         own = [x[:, :, :heads * x.shape[2] // self.shape.heads].contiguous().transpose(1, 2) for x in self.qkv]
         return lambda: ssta_attention(*own, self.layout, self.config, text_mask=self.text_mask)
 
-    def shards(self, mesh: Mesh) -> Shards:
+    def shards(self, ranks: int) -> Shards:
         """Which tokens each rank has."""
-        group = self.world.shared(*mesh)
-        return Shards.of(group, self.layout) if mesh[1] == 1 else Rings.of(group, self.layout)
+        return Shards.of(self.world.group(ranks), self.layout)
 
-    def errors(self, mesh: Mesh, expected: Tensor, blocks: BlockLists) -> tuple[float, float]:
+    def errors(self, ranks: int, expected: Tensor, blocks: BlockLists) -> tuple[float, float]:
         """(the largest difference from one rank's result over its largest value, error of sampled tiles against float64)."""
-        out = self.call(mesh)()
-        if mesh == (1, 1):
+        out = self.call(ranks)()
+        if ranks == 1:
             return 0.0, sampled_error(self.shape, *self.heads_first(), out, blocks, self.layout, self.config)
-        shards = self.shards(mesh)
+        shards = self.shards(ranks)
         own = share(expected.transpose(1, 2), shards).transpose(1, 2)
         difference = float((out - own).abs().max() / expected.abs().max())
         # Each token's row is one rank's, whole runs' are rank 0's, and adding zeros changes no bit.
@@ -82,7 +80,7 @@ class SharedLayer:
                 held = place.held[shards.rank]
                 start = place.start + (sum(place.held[:shards.rank]) if place.shared else 0)
                 whole[:, start:start + held] = out.transpose(1, 2)[:, place.local:place.local + held]
-        dist.all_reduce(whole, group=self.world.group(mesh[0]))
+        dist.all_reduce(whole, group=self.world.group(ranks))
         return difference, sampled_error(self.shape, *self.heads_first(), whole.transpose(1, 2), blocks, self.layout, self.config)
 
     def heads_first(self) -> list[Tensor]:
@@ -95,8 +93,8 @@ def share(x: Tensor, shards: Shards) -> Tensor:
     return torch.cat([x.narrow(1, start, place.held[shards.rank]) for start, place in zip(starts, shards.places)], 1)
 
 
-def measure_layer(world: World, shape: LayerShape, attention: str, over: list[Mesh], rounds: int) -> list[dict]:
-    """Rows of the layer on each mesh: a row for every stage and one for the whole.
+def measure_layer(world: World, shape: LayerShape, attention: str, over: list[int], rounds: int) -> list[dict]:
+    """Rows of the layer on each number of ranks: a row for every stage and one for the whole.
 
     Times of stages are those of the rank that attended longest, which the others wait for in the exchange that follows.
     """
@@ -104,34 +102,33 @@ def measure_layer(world: World, shape: LayerShape, attention: str, over: list[Me
     alone = world.attempt(lambda: ssta_attention(*layer.heads_first(), layer.layout, layer.config, text_mask=layer.text_mask,
                                                  return_blocks=True))
     calls, watches, facts, notes = {}, {}, {}, {}
-    for mesh in over:
-        ranks = mesh[0]
+    for ranks in over:
         try:
-            found = world.gather(world.attempt(lambda mesh=mesh: layer.errors(mesh, *alone), ranks))
-            call = world.attempt(lambda mesh=mesh: layer.call(mesh), ranks)
+            found = world.gather(world.attempt(lambda ranks=ranks: layer.errors(ranks, *alone), ranks))
+            call = world.attempt(lambda ranks=ranks: layer.call(ranks), ranks)
             memory = world.gather(world.attempt(lambda call=call: peak_extra_mib(call), ranks))
         except Exception as error:
-            notes[mesh] = failure(error)
+            notes[ranks] = failure(error)
             continue
-        facts[mesh] = dict(difference=max(of[0] for of in found if of), error=max(of[1] for of in found if of),
+        facts[ranks] = dict(difference=max(of[0] for of in found if of), error=max(of[1] for of in found if of),
                            extra_mib=max(memory[:ranks]))
-        watches[mesh] = Stopwatch(call)
-        calls[mesh, "total"], calls[mesh, "stages"] = OnRanks(ranks, call), OnRanks(ranks, watches[mesh])
+        watches[ranks] = Stopwatch(call)
+        calls[ranks, "total"], calls[ranks, "stages"] = OnRanks(ranks, call), OnRanks(ranks, watches[ranks])
     alone = None
     times = interleaved(calls, rounds, timed=world.milliseconds)
     rows = []
-    one = times.get(((1, 1), "total"), NO_TIMES)["median_ms"]
-    for mesh in over:
-        about = dict(what="layer", shape=shape.name, attention=attention, ranks=mesh[0], mesh=mesh_name(mesh))
-        if mesh in notes:
-            rows.append(row(**about, stage="total", note=notes[mesh]))
+    one = times.get((1, "total"), NO_TIMES)["median_ms"]
+    for ranks in over:
+        about = dict(what="layer", shape=shape.name, attention=attention, ranks=ranks)
+        if ranks in notes:
+            rows.append(row(**about, stage="total", note=notes[ranks]))
             continue
-        total, imbalance = times[mesh, "total"], ""
-        if not times[mesh, "stages"]["note"]:
-            runs = [of for of in world.gather(watches[mesh].runs(rounds) if world.rank < mesh[0] else None) if of]
+        total, imbalance = times[ranks, "total"], ""
+        if not times[ranks, "stages"]["note"]:
+            runs = [of for of in world.gather(watches[ranks].runs(rounds) if world.rank < ranks else None) if of]
             stages, imbalance = slowest(runs)
             rows += [row(**about, stage=stage, **quartiles(measured)) for stage, measured in stages.items()]
-        rows.append(row(**about, stage="total", **total, **facts[mesh], imbalance=imbalance,
+        rows.append(row(**about, stage="total", **total, **facts[ranks], imbalance=imbalance,
                         speed_up=one / total["median_ms"] if one and total["median_ms"] else ""))
     return rows
 
@@ -168,7 +165,7 @@ def reckon_layer(world: World, shape: LayerShape, attention: str, sizes: list[in
     one = times[1, "own heads"]["median_ms"]
     rows = []
     for ranks in sizes:
-        about = dict(what="layer", shape=shape.name, attention=attention, ranks=ranks, mesh=f"1 x {ranks}", basis="reckoned")
+        about = dict(what="layer", shape=shape.name, attention=attention, ranks=ranks, basis="reckoned")
         own = times[ranks, "own heads"]
         note = own["note"] or (times[ranks, "copies"]["note"] if ranks > 1 else "")
         if note:
@@ -196,26 +193,24 @@ def sent_bytes(layer: SharedLayer, ranks: int) -> dict[str, float]:
 
 
 class Copies:
-    """What a rank copies around its exchanges, on one: q, k and v into packets, and the parts of the result next to one another."""
+    """What a rank copies around its exchanges, on one: q, k and v and the result into packets, and what comes back together."""
 
     def __init__(self, layer: SharedLayer, ranks: int) -> None:
         shape = layer.shape
-        heads, words = shape.heads // ranks, 16 // layer.qkv[0].element_size()
+        heads = shape.heads // ranks
         self._shards = Shards(runs_of(layer.layout, "video"), ranks, 0, object())
         self._xs = [share(x, self._shards).transpose(1, 2) for x in layer.qkv]
         self._deals = ((heads,) * ranks,) * 3
-        # In words of 16 bytes, as they are copied.
-        part = layer.qkv[0].new_zeros(self._shards.local_length, heads * shape.head_dim // words * words)
-        self._parts = [part.view(torch.complex128) for _ in range(ranks)]
+        self._out = layer.qkv[0].new_zeros(1, shape.tokens, heads, shape.head_dim).transpose(1, 2)
         self._marks: list[tuple] = []
 
     def __call__(self) -> None:
         marks = [now()]
         with patch.object(exchange, "Collective", _Still):
             exchange.Incoming(self._shards, self._xs, self._deals, graph=False).wait()
-        marks.append(now())
-        torch.cat(self._parts, 1)
-        marks.append(now())
+            marks.append(now())
+            exchange.send_tokens(self._shards, (self._out,), self._deals[:1], gather=True)
+            marks.append(now())
         self._marks.append(tuple(marks))
 
     def median(self, rounds: int) -> tuple[float, float]:

@@ -14,19 +14,16 @@ from measure import failure, interleaved, peak_extra_mib
 from models import ModelShape, blocks_of
 from shared_layer import row
 from torch import Tensor, nn
-from world import Mesh, OnRanks, World, mesh_name
+from world import OnRanks, World
 
 from ssta import TokenLayout
 from ssta.dense import EXACT
-from ssta.inputs import described
-from ssta.pipelines.patch.family import family_of
+from ssta.pipelines.patch.register import family_of
 from ssta.ranks import Sent
+from ssta.ranks.layer import enter
 
 # diffusers' own processors run for hours where they make a mask of every pair of tokens, and are right on several ranks in few families.
 RIGHT_AS_STOCK = ("WanTransformer3DModel",)
-
-
-SPARSE = ("default", "one part", "none")
 
 
 def attentions(shape: ModelShape, only: Sequence[str]) -> list[str]:
@@ -36,8 +33,8 @@ def attentions(shape: ModelShape, only: Sequence[str]) -> list[str]:
 
 
 @torch.no_grad()
-def measure_step(world: World, shape: ModelShape, only: Sequence[str], over: list[Mesh], rounds: int) -> list[dict]:
-    """Rows of the model's step on each mesh, of other attention than SSTA on those without rings.
+def measure_step(world: World, shape: ModelShape, only: Sequence[str], over: list[int], rounds: int) -> list[dict]:
+    """Rows of the model's step on each number of ranks.
 
     ``difference`` is that of the forward's output from one rank's, relative to its length.
     """
@@ -48,10 +45,8 @@ def measure_step(world: World, shape: ModelShape, only: Sequence[str], over: lis
     models, watches, facts, notes = {}, {}, {}, {}
     for what in attentions(shape, only):
         expected = None
-        for ranks, ring in over:
-            key = what, ranks, ring
-            if ring > 1 and what not in SPARSE:
-                continue
+        for ranks in over:
+            key = what, ranks
             try:
                 of = models[key] = world.attempt(lambda key=key: on_ranks(world, shape, model, *key))
                 watches[key] = BlockWatch(of)
@@ -69,9 +64,9 @@ def measure_step(world: World, shape: ModelShape, only: Sequence[str], over: lis
     calls = {key: OnRanks(key[1], partial(forward, of, call)) for key, of in models.items()}
     times = interleaved(calls, rounds, timed=world.milliseconds)
     rows = []
-    for what, ranks, ring in [(what, *mesh) for what in attentions(shape, only) for mesh in over if (what, *mesh) in {**times, **notes}]:
-        key = what, ranks, ring
-        about = dict(what="step", shape=shape.name, attention=what, ranks=ranks, mesh=mesh_name((ranks, ring)), stage="total")
+    for key in [(what, ranks) for what in attentions(shape, only) for ranks in over if (what, ranks) in {**times, **notes}]:
+        what, ranks = key
+        about = dict(what="step", shape=shape.name, attention=what, ranks=ranks, stage="total")
         if key in notes or times[key]["note"]:
             rows.append(row(**about, note=notes.get(key) or times[key]["note"]))
             continue
@@ -92,14 +87,14 @@ def distance(out: Tensor, expected: Tensor) -> float:
     return float((out.float() - expected.float()).norm() / expected.float().norm())
 
 
-def on_ranks(world: World, shape: ModelShape, model: nn.Module, what: str, ranks: int, ring: int) -> nn.Module:
+def on_ranks(world: World, shape: ModelShape, model: nn.Module, what: str, ranks: int) -> nn.Module:
     """A model that attends as ``what`` says, shared out over the first ``ranks``; every rank has to ask for it. By default all layers are
     sparse, so that a step is reckoned from layers that are alike."""
     of = prepared(shape, model, "sparse" if what == "default" else what)
     if ranks == 1:
         return of
     # Every size of group is made on all ranks at once, so the others have their own.
-    config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ranks // ring, mesh=world.mesh(ranks, ring))
+    config = ContextParallelConfig(ulysses_degree=ranks, mesh=world.mesh(ranks))
     with world.counted():
         of.enable_parallelism(config=config)
     if what == "unmasked":
@@ -110,6 +105,5 @@ def on_ranks(world: World, shape: ModelShape, model: nn.Module, what: str, ranks
 
 def unmasked(query: Sent, key: Sent, value: Sent, layout: TokenLayout, text_mask: Tensor | None = None) -> Tensor:
     """In place of ``SSTAProcessor.attend``, on several ranks: every token attends to every token."""
-    spec = described(query, key, value, layout, EXACT, share=query.shards)
-    exchange = query.shards.exchange(query, key, value, spec, lambda step: None)
-    return exchange.back(dense(*exchange.ready())).transpose(1, 2)
+    exchange = enter(query, key, value, layout, EXACT, query.shards)
+    return exchange.back(dense(*exchange.tensors())).transpose(1, 2)

@@ -14,26 +14,24 @@ from measure import NO_TIMES, elapsed_ms, now, quartiles
 from rows import STAGES
 
 from ssta.layer import Layer
-from ssta.ranks.around import Around, Exchange
+from ssta.ranks import Sent
+from ssta.ranks import layer as on_ranks
 from ssta.ranks.exchange import Incoming
-from ssta.ranks.rings import Rings
-from ssta.ranks.shards import Shards
-from ssta.ranks.shares import Sent
+from ssta.ranks.layer import Exchange
 
-# Of STAGES the functions that each consists of, with the class in which the layer looks it up. What runs inside another stage's function
-# counts for the inner one alone, so that "select" is the selection without its scores. On a GPU the means that are scored are made while
-# tiling. The exchanges are those between ranks.
+# Of STAGES the functions that each consists of, with the class or module in which the layer looks it up. What runs inside another stage's
+# function counts for the inner one alone, so that "select" is the selection without its scores. On a GPU the means that are scored are made
+# while tiling. The exchanges are those between ranks.
 FUNCTIONS = {
-    "tile": ((Layer, Layer.gather),),
+    "tile": ((Layer, Layer.gather), (Exchange, Exchange.tiled)),
     "estimate": ((Layer, Layer.estimate),),
     "score": ((Layer, Layer.score),),
     "select": ((Layer, Layer.select),),
     "attend": ((Layer, Layer.attend),),
     "merge": ((Layer, Layer.merge),),
     "untile": ((Layer, Layer.take),),
-    "exchange in": ((Shards, Shards.exchange), (Rings, Rings.exchange), (Around, Around.enter),
-                    (Incoming, Incoming.wait), (Sent, Sent.wait)),
-    "exchange out": ((Exchange, Exchange.back), (Around, Around.leave))}
+    "exchange in": ((on_ranks, on_ranks.enter), (Incoming, Incoming.wait), (Sent, Sent.wait)),
+    "exchange out": ((Exchange, Exchange.back),)}
 
 
 class Stopwatch:

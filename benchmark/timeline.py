@@ -19,7 +19,7 @@ RUNTIME = ("cuda", "cu", "hip")
 
 def record(world: World, shape: LayerShape, ranks: int) -> list[dict]:
     """Rows of all events of the first ``ranks``; microseconds from when the devices had met."""
-    call = world.attempt(lambda: SharedLayer(world, shape, "none").call((ranks, 1)), ranks)
+    call = world.attempt(lambda: SharedLayer(world, shape, "none").call(ranks), ranks)
     world.attempt(lambda: _profiled(world, call, ranks), ranks)  # where kernels compile, and the profiler starts up
     events = world.attempt(lambda: _profiled(world, call, ranks), ranks)
     return [dict(rank=rank, lane=lane, name=name, start_us=start, end_us=end) for rank, of in enumerate(world.gather(events)) if of

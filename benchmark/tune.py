@@ -166,8 +166,8 @@ def route_candidates(kernel: str, setting: Setting) -> list[Candidate]:
         present = usual.name if usual.name in routes else next(iter(routes))
         return [Candidate(f"impl={name!r}", lambda route=route: route.run(*given, setting.blocks, setting.scale)[0], name == present)
                 for name, route in routes.items()]
-    own = {name: route for name, route in routes.items() if route.backward.kernels == name}
-    present = usual.backward.kernels if usual.backward.kernels in own else next(iter(own))
+    own = {name: route for name, route in routes.items() if route.backward == name}
+    present = usual.backward if usual.backward in own else next(iter(own))
     result = own[present].run(*given, setting.blocks, setting.scale)
     rest = setting.blocks, setting.scale, False, False
     return [Candidate(f"impl={name!r}", lambda route=route: route.run_backward(setting.dout, None, *given, *result, *rest), name == present)

@@ -36,20 +36,6 @@ class OnRanks:
         return self.call()
 
 
-# Numbers of ranks, each with the size of the rings in it, 1 = none.
-Mesh = tuple[int, int]
-
-
-def meshes(sizes: list[int], rings: list[int]) -> list[Mesh]:
-    """Each number of ranks without rings, then those that rings of each size divide."""
-    return [(ranks, 1) for ranks in sizes] + [(ranks, ring) for ring in rings for ranks in sizes if ring > 1 and ranks % ring == 0]
-
-
-def mesh_name(mesh: Mesh) -> str:
-    ranks, ring = mesh
-    return f"{ring} x {ranks // ring}"
-
-
 class World:
     """All ranks of a program that torchrun started.
 
@@ -65,7 +51,7 @@ class World:
         self.rank, self.size, self.device = rank, size, device
         self._store, self._section, self._said = store, 0, 0
         self._start = time.monotonic()
-        self._meshes: dict[Mesh, DeviceMesh] = {}
+        self._meshes: dict[int, DeviceMesh] = {}
         self._zero = torch.zeros(1, device=device)
 
     @classmethod
@@ -173,26 +159,23 @@ class World:
         """Within it diffusers can divide ranks by the number of accelerators, of which a CPU has none."""
         return nullcontext() if self.device.type == "cuda" else patch.object(torch.accelerator, "device_count", lambda: 1)
 
-    def mesh(self, ranks: int, ring: int = 1) -> DeviceMesh:
-        """Dimensions "other", "ring" and "ulysses", the last two of ``ranks`` together; all ranks must ask for it in the same order.
+    def mesh(self, ranks: int) -> DeviceMesh:
+        """Dimensions "other", "ring" and "ulysses", as diffusers names them, the last of ``ranks``; all ranks must ask for it in the same
+        order.
 
         Raises:
             ValueError: ranks do not divide the world.
         """
-        if (ranks, ring) not in self._meshes:
-            if self.size % ranks or ranks % ring:
-                raise ValueError(f"a mesh of {ranks} ranks must divide the {self.size} there are, and its ring of {ring} must divide it")
-            self._meshes[ranks, ring] = init_device_mesh(self.device.type, (self.size // ranks, ring, ranks // ring),
-                                                         mesh_dim_names=("other", "ring", "ulysses"))
-        return self._meshes[ranks, ring]
+        if ranks not in self._meshes:
+            if self.size % ranks:
+                raise ValueError(f"a mesh of {ranks} ranks must divide the {self.size} there are")
+            self._meshes[ranks] = init_device_mesh(self.device.type, (self.size // ranks, 1, ranks),
+                                                   mesh_dim_names=("other", "ring", "ulysses"))
+        return self._meshes[ranks]
 
     def group(self, ranks: int) -> dist.ProcessGroup:
         """Of the first ``ranks``; on the others a group of their own."""
         return self.mesh(ranks).get_group("ulysses")
-
-    def shared(self, ranks: int, ring: int) -> dist.ProcessGroup | DeviceMesh:
-        """What ``ssta_attention`` takes for ``group``."""
-        return self.group(ranks) if ring == 1 else self.mesh(ranks, ring)["ring", "ulysses"]
 
     def meet(self, ranks: int) -> None:
         """The devices of the first ``ranks`` wait for one another, not the hosts."""

@@ -20,8 +20,7 @@ from generate import Way, fail, main, ranks, share_out
 from recipe import CACHES, QUANTIZED, Recipe, best_quantization, cooked
 
 from ssta import SSTAConfig
-from ssta.pipelines import Schedule
-from ssta.pipelines.patch.family import Family
+from ssta.pipelines import Family, Schedule
 
 MODELS = ("wan", "hunyuan_video_15", "hunyuan_video", "ltx", "cogvideox", "mochi")
 # Options that say nothing without it.

@@ -24,9 +24,9 @@ from diffusers import ContextParallelConfig
 from diffusers.utils import load_image
 
 from ssta import SSTAConfig
-from ssta.pipelines import Schedule, apply_ssta
+from ssta.pipelines import Family, Schedule, apply_ssta
 from ssta.pipelines.evaluation.quality import describe, require_video_writer, write_video
-from ssta.pipelines.patch.family import Family, family_of_class, preset_settings
+from ssta.pipelines.patch.register import family_of_class, preset_settings
 from ssta.pipelines.schedule.changes import changed
 
 # What imageio writes with ffmpeg's H.264.

@@ -142,7 +142,7 @@ def create_moba_3d_mask(
     config = _config("block_attn", canvas_thw, tile_thw, kernel_thw, topk, threshold, lambda_, mask_share_within_head, adaptive_pool,
                      sampling_type)
     keep = _selected(q, k, canvas_thw, 0, config, None)
-    return _without_batch(_with_text(keep, require_int("text_block_num", text_block_num, 0), add_text_mask))
+    return _with_text(keep, require_int("text_block_num", text_block_num, 0), add_text_mask)
 
 
 @torch.no_grad()
@@ -173,7 +173,7 @@ def create_ssta_3d_mask(
                              f"be partial, got {text_mask.shape[-1]}")
         text_len = text_mask.shape[-1]
         text_mask = text_mask.expand(len(q), -1) if text_mask.dim() == 1 else text_mask
-    return _without_batch(_selected(q, k, canvas_thw, text_len, config, text_mask))
+    return _selected(q, k, canvas_thw, text_len, config, text_mask)
 
 
 def _config(sparse_type: str, canvas_thw: tuple[int, int, int], tile_thw: tuple[int, int, int], kernel_thw: tuple[int, int, int], topk: int,
@@ -191,7 +191,7 @@ def _config(sparse_type: str, canvas_thw: tuple[int, int, int], tile_thw: tuple[
 
 def _selected(q: Tensor, k: Tensor, canvas_thw: tuple[int, int, int], text_len: int, config: SSTAConfig, text_mask: Tensor | None
               ) -> Tensor:
-    """bool ``[B, H or 1, T, T]``: what a layer with this configuration selects; q and k need not have the text."""
+    """bool ``[B, H or 1, T, T]``, without a batch of one: what a layer with this configuration selects; q and k need not have the text."""
     wanted = "[batch, heads, tokens of canvas_thw, head_dim]"
     check_tensor("q", q, DTYPES, (None, None, prod(canvas_thw), None), wanted, None)
     check_tensor("k", k, (q.dtype,), (q.shape[0], None, q.shape[2], q.shape[3]), wanted, q.device)
@@ -201,7 +201,8 @@ def _selected(q: Tensor, k: Tensor, canvas_thw: tuple[int, int, int], text_len: 
     (batch, heads, _, dim), kv_heads = q.shape, k.shape[1]
     text = None if text_mask is None else TextMask.of(text_mask, batch, layout, q.device)
     layer = prepared(LayerSpec(layout, layout, config, dim**-0.5, q.dtype, q.device, heads, kv_heads, dim, "auto", True, False))
-    return layer.select(Tiled(q, k, k, None, None), None, layer.left(text)).blocks.to_mask()
+    mask = layer.select(Tiled(q, k, k, None, None), None, layer.left(text)).blocks.to_mask()
+    return mask[0] if batch == 1 else mask
 
 
 def _grid(canvas_thw: tuple[int, int, int], tile_thw: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -215,7 +216,3 @@ def _grid(canvas_thw: tuple[int, int, int], tile_thw: tuple[int, int, int]) -> t
 
 def _with_text(mask: Tensor, blocks: int, selected: bool) -> Tensor:
     return torch.nn.functional.pad(mask, (0, blocks, 0, blocks), value=selected)
-
-
-def _without_batch(mask: Tensor) -> Tensor:
-    return mask[0] if mask.shape[0] == 1 else mask

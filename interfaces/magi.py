@@ -22,8 +22,8 @@ class SparseArgs:
             here start at 16 rows, which a block of one token fills with the packed heads of its group.
         pack_gqa: the query heads that share a key/value head become rows of one block. Default: where there are several and the query
             block has fewer than 128 tokens, which one head does not fill a program with.
-        sparse_load: keys are gathered one by one, or copied together first where 512 query rows share a list. Blocks of fewer than 16 keys
-            always are and longer ones never, which come as tiles; the other value is refused.
+        sparse_load: keys are gathered one by one, or copied together first where 512 query rows share a list or a gradient is wanted.
+            Blocks of fewer than 16 keys always are and longer ones never, which come as tiles; the other value is refused.
         tile_shape: (query rows, keys) of a tile. Refused: the launch table, ``config.py``, chooses it by head_dim, block sizes and GPU.
     """
 

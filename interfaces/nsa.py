@@ -55,12 +55,6 @@ def selected_attention(
     An index that is listed twice counts once, forward and backward.
     """
     require_bool("return_lse", return_lse)
-    out, lse = _attend_selected(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl)
-    return (out, lse) if return_lse else out
-
-
-def _attend_selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | int | None, block_size: int,
-                     scale: float | None, cu_seqlens: Tensor | tuple[Tensor, Tensor] | None, impl: str) -> tuple[Tensor, Tensor]:
     q, k, v = check_token_inputs(q, k, v, dims=DIMS)
     check_tensor("block_indices", block_indices, INTEGERS, (*q.shape[:2], k.shape[2], None), "[B, T, H, S]", q.device)
     block_size = require_int("block_size", block_size, 1)
@@ -70,7 +64,8 @@ def _attend_selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, blo
         block_counts = block_counts.flatten(0, 1)
     elif block_counts is not None:
         block_indices, block_counts = block_indices[..., :require_int("block_counts", block_counts, 0)], None
-    return _attend_to_blocks(q, k, v, block_indices.flatten(0, 1), block_counts, packed, packed.spans(), block_size, scale, impl)
+    out, lse = _attend_to_blocks(q, k, v, block_indices.flatten(0, 1), block_counts, packed, packed.spans(), block_size, scale, impl)
+    return (out, lse) if return_lse else out
 
 
 def parallel_nsa(
@@ -116,7 +111,7 @@ def parallel_nsa(
             counts = SELECTED_BLOCKS if block_counts is None else block_counts
             block_indices, block_counts = parallel_nsa_topk(q, keys, lse=None if lse is None else lse.detach(), block_counts=counts,
                                                             **blocks), None
-    out = _attend_selected(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl)[0]
+    out = selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, return_lse=True, impl=impl)[0]
     if g_slc is not None:
         out = out * g_slc[..., None]
     if compressed is not None and g_cmp is not None:
@@ -143,7 +138,8 @@ def parallel_nsa_fwd(
         cu_seqlens = cu_seqlens_q, cu_seqlens_k
     elif cu_seqlens_q is not None or cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together, got one of them")
-    return _attend_selected(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, impl)
+    out, lse = selected_attention(q, k, v, block_indices, block_counts, block_size, scale, cu_seqlens, return_lse=True, impl=impl)
+    return out, lse
 
 
 def native_sparse_attention(*problem, **options):

@@ -55,9 +55,10 @@ class BlockSpans(NamedTuple):
         return torch.cat([self.starts.flatten(), (self.starts + self.lengths)[-1:, -1]])
 
 
-def packed_blocks(mask: Tensor, q_cut: BlockSpans, kv_cut: BlockSpans, size: int) -> BlockLists:
-    """The blocks of up to ``size`` tokens that a bool mask ``[B, H, Nq, Nk]`` keeps of each sequence: lists of ``[1, H, B * Nq]``."""
-    lists = BlockLists.from_mask(mask, size, size)
+def packed_blocks(mask: Tensor, q_cut: BlockSpans, kv_cut: BlockSpans, size: int, capacity: int | None = None) -> BlockLists:
+    """The blocks of up to ``size`` tokens that a bool mask ``[B, H, Nq, Nk]`` keeps of each sequence: lists of ``[1, H, B * Nq]``.
+    The ids of the n-th sequence's blocks begin at n * Nk. ``capacity`` as in ``BlockLists.from_mask``."""
+    lists = BlockLists.from_mask(mask, size, size, capacity=capacity)
     before = torch.arange(len(mask), dtype=torch.int32, device=mask.device)[:, None, None, None] * mask.shape[-1]
     counts, indices = (x.transpose(0, 1).flatten(1, 2)[None] for x in (lists.counts, lists.indices + before))
     return BlockLists(counts, indices, q_cut.offsets(), kv_cut.offsets(), q_cut.lengths.flatten(), kv_cut.lengths.flatten(),

@@ -29,7 +29,7 @@ from torch import Tensor
 from .checks import check_tensor, device_of, require_dtype
 from .eager import moves, ranking
 from .operators import TRITON, at_hand, watched
-from .routing import Where, choose_route, require_impl
+from .routing import Where, choose_route, require_impl, rows_from
 
 STEPS = ("gather", "estimate", "score", "select", "attend", "merge", "take")
 
@@ -56,7 +56,7 @@ def _triton_estimate_cannot(where: Where) -> str | None:
 
 
 def _hopper_merge_cannot(where: Where) -> str | None:
-    if where.capability != (9, 0):
+    if not where.capability == (9, 0):
         return "runs on compute capability 9.0 alone"
     if where.dtype != torch.bfloat16:
         return f"takes bfloat16, not {where.dtype}"
@@ -84,7 +84,6 @@ ROWS = (
     Row("hopper", dict(
         merge="portable.estimate:merge kernel=hopper.estimate_merge:hopper_merge kernel_rows=hopper.estimate_merge:ROWS"),
         _hopper_merge_cannot),
-    Row("cudnn", {}),
     Row("triton", dict(
         gather="prologue.reorder_kernel:gather", gather_one="prologue.reorder_kernel:one",
         gather_into="prologue.reorder_kernel:gather_into", take="prologue.reorder_kernel:take",
@@ -220,8 +219,8 @@ def choose_backend(impl: str, device: torch.device | str | int, dtype: torch.dty
 @lru_cache(maxsize=256)
 def choose(impl: str, where: Where) -> Backend:
     """The same for plain facts; attention itself may be unable to run there."""
-    names = [row.name for row in ROWS]
-    rows = ROWS if impl == "auto" else ROWS[names.index("torch" if impl == "reference" else impl):]
+    names = {row.name for row in rows_from("torch" if impl == "reference" else impl)} if impl != "auto" else ()
+    rows = [row for row in ROWS if impl == "auto" or row.name in names]
     reasons = [row.cannot(where) for row in rows]
     functions: dict[str, Callable] = {}
     chosen: dict[str, Chosen] = {}

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from . import block_forms
-from .block_fields import check_axis_values, check_list_values, settled_fields
-from .block_forms import block_bounds, describe, in_range, prefix_mask, scatter_mask
+from .block_forms import block_bounds, in_range, prefix_mask, scatter_mask
 from .checks import require_int, require_integers, require_mask, require_values
 
 # Attributes beside the fields, which the package sets on patterns that it makes itself.
 KNOWN = ("_bounds", "_covers")
+# The most blocks of a printed picture, and the signs of kept blocks and of others.
+PICTURE = (16, 48)
+KEPT, LEFT_OUT = "#", "."
 TENSORS = ("counts", "indices", "q_offsets", "kv_offsets", "q_lengths", "kv_lengths")
 
 
@@ -71,8 +73,8 @@ class BlockLists:
     _covers: ClassVar[tuple[int, int]] = (0, 0)
 
     def __post_init__(self) -> None:
-        settled = settled_fields(self.counts, self.indices, self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths,
-                                 self.num_kv_blocks, self.max_q_length, self.max_kv_length)
+        settled = block_forms.settled_fields(self.counts, self.indices, self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths,
+                                             self.num_kv_blocks, self.max_q_length, self.max_kv_length)
         for name, value in settled.items():
             object.__setattr__(self, name, value)
 
@@ -167,9 +169,9 @@ class BlockLists:
         q_len, kv_len = require_int("q_len", q_len, 0), require_int("kv_len", kv_len, 0)
         require_values("counts", self.counts)
         nk = self.kv_bounds(kv_len)[0].shape[-1]
-        check_list_values(self.counts, self.indices, nk)
-        check_axis_values("q", self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
-        check_axis_values("kv", self.kv_offsets, self.kv_lengths, nk, kv_len, self.max_kv_length)
+        block_forms.check_list_values(self.counts, self.indices, nk)
+        block_forms.check_axis_values("q", self.q_offsets, self.q_lengths, self.num_q_blocks, q_len, self.max_q_length)
+        block_forms.check_axis_values("kv", self.kv_offsets, self.kv_lengths, nk, kv_len, self.max_kv_length)
         return self
 
     @classmethod
@@ -319,11 +321,28 @@ class BlockLists:
 
     def __repr__(self) -> str:
         """Sizes only; reads no values, so it does not synchronise."""
-        return describe(self, values=False)
+        return self._described()
 
     def __str__(self) -> str:
         """Sizes, and on a CPU also the density and a small picture of the first batch element's and head's mask."""
-        return describe(self, values=True)
+        counts, number, text = self.counts, self.num_kv_blocks, self._described()
+        # A tensor that is fake or traced has no values.
+        if number is None or counts.device.type != "cpu" or type(counts) is not Tensor or not counts.numel():
+            return text
+        if number:
+            text = f"{text[:-1]}, density {float(self.density()):.3f})"
+        picture = self.to_mask()[0, 0, :PICTURE[0], :PICTURE[1]].tolist()
+        lines = ["".join(KEPT if kept else LEFT_OUT for kept in row) + (" ..." if number > PICTURE[1] else "") for row in picture]
+        return "\n".join([text, *lines, *["..."][:self.num_q_blocks > PICTURE[0]]])
+
+    def _described(self) -> str:
+        counts, number = self.counts, self.num_kv_blocks
+        q_size, kv_size = (f"up to {longest} tokens" if isinstance(offsets, Tensor) else f"{longest} tokens" for offsets, longest in (
+            (self.q_offsets, self.max_q_length), (self.kv_offsets, self.max_kv_length)))
+        (batch, heads, rows), capacity = counts.shape, self.capacity
+        shared = [f"{name} {size}" if size != 1 else f"any {name}" for name, size in (("batch", batch), ("heads", heads))]
+        listed = f"{capacity} key blocks" if number is None else f"{capacity} of {number} key blocks"
+        return f"BlockLists({', '.join(shared)}: {rows} query blocks of {q_size}, up to {listed} of {kv_size} each, on {counts.device})"
 
     def _tensors(self) -> dict[str, Tensor]:
         """The fields that are tensors, by name."""

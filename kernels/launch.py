@@ -1,7 +1,7 @@
-"""The only launcher: Triton's own ``kernel[grid](...)`` once for a kind of arguments, then the compiled kernel that it gave.
+"""The only launcher: Triton's own ``kernel[grid](...)`` once for a kind of arguments, then the kernel that it has compiled.
 
-Triton looks at every argument at every launch, which takes the host longer than the launch itself. The compiled kernel's own call is public,
-takes the same arguments and looks at none. It calls launch hooks as Triton does.
+Triton looks at every argument at every launch, which takes the host longer than the launch itself. The compiled kernel's own call is
+public. It takes the same arguments, looks at none, and calls launch hooks as Triton does.
 """
 
 from __future__ import annotations
@@ -31,10 +31,19 @@ def launch(kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Any], numb
         options: num_warps and the like.
         descriptors: TMA's, or None.
     """
-    key = (
-        id(kernel), *[(x.dtype, x.get_device(), x.data_ptr() % 16) if type(x) is Tensor else _kind(x) for x in tensors],
-        *[_kind(x) for x in descriptors], *numbers, *map(type, numbers), *constants, *constants.values(),
-        *(options.items() if options else ()))
+    kinds: list[Hashable] = [id(kernel), *map(_kind, descriptors)]
+    device, places = None, 0
+    # Most arguments are plain tensors at multiples of 16 bytes on one device.
+    for x in tensors:
+        if type(x) is Tensor:
+            kinds.append(x.dtype)
+            places |= x.data_ptr()
+            device = x.get_device() if device is None else device
+        else:
+            kinds.append(_kind(x))
+    if places % 16:
+        kinds += map(_kind, tensors)
+    key = device, *kinds, *numbers, *map(type, numbers), *constants.values(), *(options.items() if options else ())
     known = _compiled.get(key)
     if known is not None:
         known[1][grid](*descriptors, *tensors, *numbers, *constants.values())

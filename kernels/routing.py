@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import cudnn_package as cudnn
 from .blocks import BlockLists
 from .checks import device_of, require_dtype
 from .device import capability
@@ -93,8 +92,8 @@ class Problem(NamedTuple):
 
 def _hopper_cannot(problem: Problem) -> str | None:
     where = problem.where
-    # The device first: who has another one need not hear of dtypes.
-    if where.capability != (9, 0):
+    # The device first: who has another one need not hear of dtypes. By ==, because Dynamo of torch 2.11 does not trace != of these.
+    if not where.capability == (9, 0):
         return f"requires a Hopper GPU (sm_90), got {where.device}"
     if where.dtype not in KERNEL_DTYPES or where.head_dim not in (64, 128):
         return f"requires float16 or bfloat16 and a head_dim of 64 or 128, got {where.dtype} and {where.head_dim}"
@@ -160,12 +159,10 @@ class Implementation:
 
 
 # Best first. On an H200 with 46,080 tokens and 16 heads, all blocks listed, Hopper's kernel takes 21.0 ms with heads of 128 and 13.8 with
-# heads of 64, SDPA through cuDNN 26.1 and 17.9 (benchmark/results/kernels_h200.csv and sweep_h200.csv).
-TABLE = (
+# heads of 64, SDPA at best 26.1 and 17.9 (benchmark/results/kernels_h200.csv and sweep_h200.csv).
+TABLE: tuple[Implementation, ...] = (
     Implementation("hopper", "hopper.forward:hopper_forward", "hopper.backward:hopper_backward", _hopper_cannot, _hopper_suits_not,
                    deterministic=True, backward_cannot=_hopper_backward_cannot, outruns_dense=True),
-    Implementation("cudnn", "cudnn.attention:cudnn_forward", "cudnn.attention:cudnn_backward", cudnn.cannot, cudnn.suits_not, triton=False,
-                   backward_cannot=cudnn.backward_cannot, verdict=cudnn.verdict),
     Implementation("triton", "portable.forward:triton_forward", "portable.backward:triton_backward", _triton_cannot,
                    lambda problem: None if problem.where.device_type == "cuda" else "is interpreted on a CPU, for tests"),
     Implementation("torch", "eager.blocks:torch_forward", "eager.blocks:torch_backward", triton=False),
@@ -174,20 +171,24 @@ TABLE = (
 # gradients are plain torch's.
 _REFERENCE = Implementation("reference", "reference:reference_attention", "eager.blocks:torch_backward", triton=False)
 _ROWS = {row.name: row for row in (*TABLE, _REFERENCE)}
-# A row and those that its backward can be left to.
-_ROWS_FROM = {row.name: TABLE[number:] for number, row in enumerate(TABLE)} | {_REFERENCE.name: (_REFERENCE,)}
-IMPLEMENTATIONS = ("auto", "reference", *reversed([row.name for row in TABLE]))
+IMPLEMENTATIONS: tuple[str, ...] = ("auto", "reference", *reversed([row.name for row in TABLE]))
 
 
-class Pass(NamedTuple):
-    """One direction of a Route."""
+def register(row: Implementation, before: str) -> None:
+    """Puts a library's row into TABLE, ahead of another. A folder does it when it is loaded, which ``kernels/__init__.py`` sees to before
+    anything reads the table."""
+    global TABLE, IMPLEMENTATIONS
+    number = [earlier.name for earlier in TABLE].index(before)
+    TABLE = *TABLE[:number], row, *TABLE[number:]
+    IMPLEMENTATIONS = "auto", "reference", *reversed([every.name for every in TABLE])
+    _ROWS[row.name] = row
 
-    kernels: str  # a name of TABLE
-    path: str     # "module:function"
 
-    def load(self) -> Callable:
-        """The function, imported when first asked for."""
-        return _load(self)
+def rows_from(name: str) -> tuple[Implementation, ...]:
+    """The row of a name, and those that its backward and a layer's steps can be left to."""
+    # By names: a compiler that traces this compares no rows.
+    names = [row.name for row in TABLE]
+    return TABLE[names.index(name):] if name in names else (_ROWS[name],)
 
 
 @dataclass(frozen=True)
@@ -195,8 +196,8 @@ class Route:
     """Which kernels run, and why no faster ones. Made by ``choose_route``.
 
     Args:
-        name: "hopper", "cudnn", "triton", "torch" or "reference"; of the forward.
-        forward, backward: which kernels.
+        name: a row of TABLE, or "reference"; of the forward.
+        backward: the row of the backward.
         rejected: (name, reason) of the faster implementations that were not taken; empty where ``impl`` named one.
         device_type: where it runs.
         verdict: what is known of a library's results, or None.
@@ -204,8 +205,7 @@ class Route:
     """
 
     name: str
-    forward: Pass
-    backward: Pass
+    backward: str
     rejected: tuple[tuple[str, str], ...]
     device_type: str
     verdict: str | None = None
@@ -214,12 +214,12 @@ class Route:
     @property
     def in_place(self) -> bool:
         """Whether the forward can write its result over q."""
-        return _ROWS[self.forward.kernels].triton
+        return _ROWS[self.name].triton
 
     @property
     def takes_deterministic(self) -> bool:
         """Whether the backward can give up the order in which it sums."""
-        return _ROWS[self.backward.kernels].deterministic
+        return _ROWS[self.backward].deterministic
 
     @property
     def outruns_dense(self) -> bool:
@@ -244,7 +244,7 @@ class Route:
             ) -> tuple[Tensor, Tensor]:
         """(out, lse), for tensors on the current device, without autocast and gradients. ``in_place``: q is given away, and out takes its
         memory where the kernels can do that."""
-        forward = self.forward.load()
+        forward = load(self.name, _ROWS[self.name].forward)
         if in_place and self.in_place:
             return forward(q, k, v, blocks, scale, causal, in_place=True)
         return forward(q, k, v, blocks, scale, causal)
@@ -254,13 +254,13 @@ class Route:
                      ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv), likewise. ``in_place``: dout is given away, and dq takes its memory where the kernels can do that."""
         order = (deterministic,) if self.takes_deterministic else ()
-        backward = self.backward.load()
-        if in_place and _ROWS[self.backward.kernels].triton:
+        backward = load(self.backward, _ROWS[self.backward].backward)
+        if in_place and _ROWS[self.backward].triton:
             return backward(dout, dlse, q, k, v, out, lse, blocks, scale, causal, *order, in_place=True)
         return backward(dout, dlse, q, k, v, out, lse, blocks, scale, causal, *order)
 
     def __str__(self) -> str:
-        return self.name if self.backward.kernels == self.name else f"{self.name}, backward {self.backward.kernels}"
+        return self.name if self.backward == self.name else f"{self.name}, backward {self.backward}"
 
 
 def choose_route(
@@ -270,12 +270,12 @@ def choose_route(
     """What ``impl`` stands for: a pure function of its arguments, of the kind of GPU and of what is installed.
 
     "auto" takes the first row of TABLE that can run and suits. On a GPU with float16 or bfloat16 that is "hopper" on a Hopper GPU (sm_90)
-    with head_dim 64 or 128, a longest query block of at least 64 tokens (causal 128) and a longest key block of at least 16; on a
-    Blackwell GPU (sm_100, 103, 110, 120) "cudnn", if a release of nvidia-cudnn-frontend is installed that was checked, has kernels for the
-    problem, and passes its self-check, which runs when it is first asked for; else "triton" with head_dim 16 to 256 from sm_80 on. "torch"
-    for everything else. The backward of "hopper" is the portable one for key blocks of up to 64 tokens, that of "cudnn" where it has none
-    for the problem or ``deterministic`` asks for gradients of the same bits every time. Under Triton's interpreter (TRITON_INTERPRET=1 when
-    Triton is first imported) an explicit "triton" also runs on a CPU, with float16.
+    with head_dim 64 or 128, a longest query block of at least 64 tokens (causal 128) and a longest key block of at least 16; then a
+    library's row that is registered, if a release of it is installed that was checked, has kernels for the problem and passes its
+    self-check, which runs when it is first asked for; else "triton" with head_dim 16 to 256 from sm_80 on. "torch" for everything else. The
+    backward of "hopper" is the portable one for key blocks of up to 64 tokens, that of a library where it has none for the problem or
+    ``deterministic`` asks for gradients of the same bits every time. Under Triton's interpreter (TRITON_INTERPRET=1 when Triton is first
+    imported) an explicit "triton" also runs on a CPU, with float16.
 
     Raises:
         TypeError: device or dtype is none.
@@ -292,8 +292,9 @@ def choose_route(
         return decide(require_impl(impl), problem)
 
 
-def require_impl(impl: str, choices: tuple[str, ...] = IMPLEMENTATIONS) -> str:
-    """``impl``, which must be one of ``choices``."""
+def require_impl(impl: str, choices: tuple[str, ...] | None = None) -> str:
+    """``impl``, which must be one of ``choices``; None = of IMPLEMENTATIONS."""
+    choices = IMPLEMENTATIONS if choices is None else choices
     # Other things than strings may compare by elements, as arrays do.
     if not isinstance(impl, str) or impl not in choices:
         raise ValueError(f"impl must be one of {', '.join(map(repr, choices))}, got {impl!r}")
@@ -312,27 +313,27 @@ def decide(name: str, problem: Problem) -> Route:
             break
         rejected.append((row.name, reason))
     backward_rejected = []
-    for backward in _ROWS_FROM[row.name]:
+    for backward in rows_from(row.name):
         reason = None if backward is row else backward.cannot(problem) or backward.suits_not(problem)
         reason = reason or backward.backward_cannot(problem)
         if not reason:
             break
         backward_rejected.append((backward.name, reason))
-    return Route(row.name, Pass(row.name, row.forward), Pass(backward.name, backward.backward), tuple(rejected), problem.where.device_type,
-                 row.verdict(problem), tuple(backward_rejected))
+    return Route(row.name, backward.name, tuple(rejected), problem.where.device_type, row.verdict(problem), tuple(backward_rejected))
 
 
 _decided = lru_cache(maxsize=1024)(decide)
 
 
 @lru_cache
-def _load(chosen: Pass) -> Callable:
-    if _ROWS[chosen.kernels].triton:
+def load(name: str, path: str) -> Callable:
+    """The function at a path of the row ``name``, imported when first asked for."""
+    if _ROWS[name].triton:
         try:
             import triton  # noqa: F401
         except ImportError as error:
-            raise ImportError(f"impl={chosen.kernels!r} requires triton: pip install triton, or choose impl='torch'") from error
-    module, function = chosen.path.split(":")
+            raise ImportError(f"impl={name!r} requires triton: pip install triton, or choose impl='torch'") from error
+    module, function = path.split(":")
     return getattr(import_module(f".{module}", __package__), function)
 
 

@@ -11,7 +11,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from .patch.family import family_of
+from .patch.register import family_of
 
 Canvas = tuple[int, int, int]
 # random(*shape) makes an input.

@@ -15,7 +15,8 @@ from .kernels.memo import remember_plain
 from .layout import Input
 from .op import in_autocast, run_layer, world_of
 from .ranks.agreement import said_to
-from .ranks.rings import shares_of
+from .ranks.layer import attend_on_ranks
+from .ranks.shards import Shards
 from .result import LayerResult
 from .selection import Selection
 from .sequence import TokenLayout
@@ -24,39 +25,30 @@ from .text import TextMask
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-    from .ranks.shares import Shares
-
 
 def attend(
     query: Any, key: Any, value: Any, layout: TokenLayout, config: SSTAConfig, *, kv_layout: TokenLayout | None = None,
     text_mask: Tensor | TextMask | None = None, scale: float | None = None, deterministic: bool = True, impl: str = "auto",
-    selection: Selection | None = None, rows: tuple[tuple[int, int], ...] | None = None, means: bool = False, by_thw: bool = False,
-    shares: Shares | None = None, note: Callable[[str], object] = lambda step: None,
+    selection: Selection | None = None, means: bool = False, by_thw: bool = False, shards: Shards | None = None,
+    note: Callable[[str], object] = lambda step: None,
 ) -> LayerResult:
     """``ssta_attention`` with all that it knows of itself; the same arguments, results and errors. For use inside the package.
 
     Args:
-        query, key, value: with shares also all three as ``shares.start`` sent them.
+        query, key, value: with shards also all three as ``shards.start`` sent them.
         selection: attend to what an earlier call with the same layouts, config and text_mask selected, instead of selecting anew.
-        rows: the only queries to be computed, as ``LayerSpec`` has them; out is then of these.
         means: give the means of the video tiles too; differentiable.
         by_thw: layout was given as thw and text_len, which errors name.
-        shares: how ranks share ``layout`` out.
+        shards: how ranks share ``layout`` out.
         note: on ranks, called when "arrived" is launched, after which a rank has its heads, and when "attended" is, before they go back.
     """
     query, key, value = in_autocast(query, key, value)
+    options: dict[str, Any] = dict(kv_layout=kv_layout, scale=scale, deterministic=deterministic, impl=impl, means=means, by_thw=by_thw)
+    if shards is not None:
+        return attend_on_ranks(query, key, value, layout, config, shards, text_mask=text_mask, selection=selection, note=note, **options)
     world = world_of(query, key, value, text_mask)
-    spec = described(query, key, value, layout, config, kv_layout=kv_layout, text_mask=text_mask, scale=scale, deterministic=deterministic,
-                     impl=impl, rows=rows, means=means, by_thw=by_thw, recorded=world.recorded, share=shares)
-    if shares is None:
-        return run_layer(query, key, value, spec, world, text_mask, selection)
-    exchange = shares.exchanged(query, key, value, spec, text_mask, note)
-    # Held here by nobody, what arrived is gone once the layer has read it.
-    del query, key, value
-    world = world_of(*exchange.arriving, text_mask)
-    result = run_layer(*exchange.take(), exchange.spec, world, text_mask, selection, around=exchange.around, note=note)
-    result.out = exchange.back(result.out)
-    return result
+    spec = described(query, key, value, layout, config, text_mask=text_mask, recorded=world.recorded, **options)
+    return run_layer(query, key, value, spec, world, text_mask, selection)
 
 
 def ssta_3d_attention(
@@ -107,14 +99,14 @@ def ssta_3d_attention(
     named = sampling_type is None or type(sampling_type) is str
     plain = named and _ints(tile_thw) and (kernel_thw is None or _ints(kernel_thw)) and (adaptive_pool is None or _ints(adaptive_pool))
 
-    def made() -> tuple[TokenLayout, SSTAConfig, Shares | None]:
+    def made() -> tuple[TokenLayout, SSTAConfig, Shards | None]:
         config = _config(*values) if plain else SSTAConfig(*values)
         layout = TokenLayout.video_text(thw, text_len)
-        return layout, config, None if group is None else shares_of(group, layout)
+        return layout, config, None if group is None else Shards.of(group, layout)
 
-    layout, config, shares = made() if group is None else said_to(group, made)
+    layout, config, shards = made() if group is None else said_to(group, made)
     return attend(query, key, value, layout, config, text_mask=text_mask, scale=scale, deterministic=deterministic, impl=impl,
-                  by_thw=True, shares=shares).out
+                  by_thw=True, shards=shards).out
 
 
 def _ints(triple: object) -> bool:
@@ -176,9 +168,8 @@ def ssta_attention(
         impl: which implementation runs each step; "auto" chooses by device, dtype and shape.
         group: the ranks that share the sequence out, a ProcessGroup or a DeviceMesh of one dimension. query, key, value and the result are
             then ``[B, H, S_r, D]``, this rank's tokens of all heads; layout and text_mask are the whole sequence's. Heads are exchanged for
-            tokens and back, so ranks may not be more than the key's heads; in a mesh of two dimensions that holds for the second, and ranks
-            along the first gather tokens. The first call of a group with a layout compares what ranks were given, and raises on all of them
-            what is wrong on one. Gradients of what is whole on every rank add up over the ranks.
+            tokens and back, so ranks may not be more than the key's heads. The first call of a group with a layout compares what ranks were
+            given, and raises on all of them what is wrong on one. Gradients of what is whole on every rank add up over the ranks.
         split: what the ranks share out: "video" = each video grid by itself, dense runs are whole on every rank; "all" = the sequence as
             one run. Shares are ``torch.tensor_split``'s.
         return_blocks: also return the selection, over the layout's tiles in tiled order; with a group that of this rank's heads.
@@ -195,8 +186,8 @@ def ssta_attention(
         raise ValueError(f"split must be 'video' without a group, among whose ranks it splits, got {split!r}")
     if group is not None and kv_layout is not None:
         raise ValueError("kv_layout must be None with a group, whose ranks share out one sequence, got one of its own")
-    shares = None if group is None else said_to(group, lambda: shares_of(group, layout, split))
+    shards = None if group is None else said_to(group, lambda: Shards.of(group, layout, split))
     result = attend(query, key, value, layout, config, kv_layout=kv_layout, text_mask=text_mask, scale=scale, deterministic=deterministic,
-                    impl=impl, shares=shares)
+                    impl=impl, shards=shards)
     # Later calls read what a selection is made of; the caller may write to his copy.
     return (result.out, result.selection.blocks.clone()) if return_blocks else result.out

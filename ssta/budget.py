@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import floor, prod
+from math import floor
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from .window import window_size
 if TYPE_CHECKING:
     from .config import SSTAConfig
     from .cut import Cut
-    from .layer import Layer
 
 # Constants of the threshold's budget in the published implementation of HunyuanVideo-1.5.
 TEMPERATURE = 0.01
@@ -40,8 +39,8 @@ class Budget(NamedTuple):
     beyond: bool = False
 
 
-def budget_of(config: SSTAConfig, layer: Layer) -> Callable[[Tensor], Budget]:
-    """``config``'s budget in ``layer``: a function of scores, float32 ``[B, H, N, K]``."""
+def budget_of(config: SSTAConfig, grids: tuple[tuple[int, int], ...], columns: int, device: torch.device) -> Callable[[Tensor], Budget]:
+    """``config``'s budget: a function of scores, float32 ``[B, H, N, K]``. grids, columns: as ``row_counts`` takes them."""
     own, density = config.budget, config.density
     if own is not None:
         def kept(scores: Tensor) -> Budget:
@@ -51,12 +50,11 @@ def budget_of(config: SSTAConfig, layer: Layer) -> Callable[[Tensor], Budget]:
 
         return kept
     if density is not None:
-        grids = tuple(zip(map(prod, layer.tiles.tile_grids), layer.fixed.window))
-        fixed = Budget(row_counts(grids, density, layer.kv_tiles.num_video_tiles, layer.spec.device), beyond=True)
+        fixed = Budget(row_counts(grids, density, columns, device), beyond=True)
         return lambda scores: fixed
     if config.threshold:
         return lambda scores: Budget(threshold_counts(scores, config.row_topk, config.threshold))
-    best = Budget(min(config.row_topk, layer.kv_tiles.num_video_tiles))
+    best = Budget(min(config.row_topk, columns))
     return lambda scores: best
 
 

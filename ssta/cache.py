@@ -17,11 +17,10 @@ from .checks import require_device, require_function, require_triple
 from .config import SSTAConfig
 from .inputs import check_tensors
 from .kernels.checks import autocast_inputs, require_bool, require_int, require_values, resolve_scale
-from .kernels.operators import on_device, refuse_transforms
+from .kernels.operators import on_device, recorded, refuse_transforms
 from .kernels.routing import require_impl
 from .ranks.agreement import said_to
 from .ranks.shards import Shards
-from .ranks.world import recorded
 from .ring import Geometry
 from .sequence import DenseRun, TokenLayout, VideoGrid
 from .spec import LayerSpec
@@ -140,7 +139,7 @@ class TileCache:
             return self._attend(query, key, value, layout, keep, dense, text)
         shards, heads, kv_heads = self._shared(self.group, query, key, value, layout, text, start)
         facts = dict(config=self.config, window=self.window, sink=self.sink, chunk=self._most, keep=keep, dense=dense, start=start)
-        shards.agreed(("cache", *facts.values()), lambda: facts)
+        shards.agreed(facts)
         if text is not None:
             first, last = shards.heads(kv_heads)
             text = text[0][:, first:last], text[1][:, first:last]
@@ -313,7 +312,8 @@ class TileCache:
         def made() -> tuple[Shards, int, int]:
             self._check_start(start)
             shards = Shards.of(group, layout, "all")
-            heads, kv_heads, _ = check_tensors(query, key, value, layout, layout, share=shards)
+            heads, kv_heads, _ = check_tensors(query, key, value, layout, layout, whole=shards.whole)
+            shards.deal_heads(heads, kv_heads)
             if text is not None:
                 check_text(text, key, self.text)
             return shards, heads, kv_heads

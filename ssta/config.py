@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .checks import require_choice, require_function, require_int, require_share, require_tile, require_triple
 from .kernels.checks import require_bool
-from .scoring import RULES
 
 SPARSE_TYPES = ("sta", "block_attn", "moba", "ssta")
+# The names of rules, which are in ``scoring.RULES``.
+SAMPLING_TYPES = ("similarity", "importance", "error")
 COMPENSATIONS = ("none", "linear")
 PAD_TYPES = ("none", "zero", "repeat")
 # A tile has a mean for each cell.
@@ -97,7 +98,7 @@ class SSTAConfig:
         if callable(self.sampling_type):
             require_function("sampling_type", self.sampling_type, "q_descriptors", "k_descriptors")
         elif self.sampling_type is not None:
-            require_choice("sampling_type", self.sampling_type, tuple(RULES), " or a function of (q_descriptors, k_descriptors)")
+            require_choice("sampling_type", self.sampling_type, SAMPLING_TYPES, " or a function of (q_descriptors, k_descriptors)")
         require_choice("pad_type", self.pad_type, PAD_TYPES)
         require_bool("mask_share_within_head", self.mask_share_within_head)
         if self.adaptive_pool is not None:

@@ -18,7 +18,7 @@ EXACT = SSTAConfig(pad_type="none")
 
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | TextMask | None = None, *,
-    scale: float | None = None, impl: str = "auto", rows: tuple[tuple[int, int], ...] | None = None,
+    scale: float | None = None, impl: str = "auto",
 ) -> LayerResult:
     """Exact attention of every token to every valid one, through lists of blocks, the last of which are short.
 
@@ -33,7 +33,6 @@ def dense_attention(
             Invalid tokens are not attended to, and their rows give zeros.
         scale: factor on the scores; default 1 / sqrt(D).
         impl: which kernel runs; "auto" chooses by device, dtype and shape.
-        rows: (first token, tokens) of the only queries that are computed, each token once; out is then of these, in their order.
 
     Returns:
         LayerResult: its selection holds all blocks of the sequence. Differentiable in query, key and value, once, and not by torch.func
@@ -49,7 +48,7 @@ def dense_attention(
         text_mask = TextMask.of(text_mask, query.shape[0], layout, query.device).whole()
     else:
         text_mask = None
-    result = attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl, rows=rows)
+    result = attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl)
     # Later calls read the same lists; the caller may write to his copy.
     result.selection = Selection(result.selection.blocks.clone(), result.selection.useful)
     return result

@@ -1,54 +1,42 @@
-"""A call's arguments: that q, k and v fit one another and their layouts, or a rank's share of one; and the LayerSpec of what does."""
+"""A call's arguments: that q, k and v fit one another and their layouts, and the LayerSpec of what does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from .checks import require_kind
 from .config import SSTAConfig
 from .kernels import Deferred
-from .kernels.checks import DTYPES, require_bool, require_int, require_strided, resolve_scale
+from .kernels.checks import DTYPES, require_bool, require_strided, resolve_scale
 from .kernels.routing import require_impl
 from .sequence import TokenLayout, require_layout
 from .spec import LayerSpec
 from .text import TextMask
 
-if TYPE_CHECKING:
-    from .ranks.shares import Shares
+# (name, what came as the argument of that name) -> the shape ``[B, H, S, D]`` of the whole that it is a part of.
+WholeShape = Callable[[str, Any], Sequence[int]]
 
 
 def described(
     query: Any, key: Any, value: Any, layout: Any, config: Any, *, kv_layout: Any = None, text_mask: Any = None, scale: Any = None,
-    deterministic: Any = True, impl: Any = "auto", rows: Any = None, means: bool = False, by_thw: bool = False,
-    recorded: bool = False, share: Shares | None = None,
+    deterministic: Any = True, impl: Any = "auto", means: bool = False, by_thw: bool = False, recorded: bool = False,
+    whole: WholeShape | None = None,
 ) -> LayerSpec:
     """The layer that a call is of, after all checks. The arguments are those of ``attention.attend``, the tensors in autocast's dtype.
 
     Args:
         recorded: whether a gradient is wanted.
-        share: what this rank has of ``layout``; the tensors are of it then, the spec is of the layer of all ranks together.
+        whole: gives the shapes that query, key and value have together with the parts of other processes; None = they are whole.
     """
-    try:
-        return _checked(query, key, value, layout, kv_layout, config, scale, deterministic, impl, rows, means, text_mask, recorded, by_thw,
-                        share)
-    except (TypeError, ValueError) as error:
-        if share is not None:
-            share.refuse(error)
-        raise
-
-
-def _checked(query: Any, key: Any, value: Any, layout: Any, kv_layout: Any, config: Any, scale: Any, deterministic: Any, impl: Any,
-             rows: Any, means: bool, text_mask: Any, recorded: bool, by_thw: bool, share: Shares | None) -> LayerSpec:
     require_bool("deterministic", deterministic)
     require_layout("layout", layout)
     kv_layout = layout if kv_layout is None else require_layout("kv_layout", kv_layout)
     if not isinstance(config, SSTAConfig):
         raise TypeError(f"config must be an SSTAConfig, got {type(config).__name__}")
-    heads, kv_heads, dim = check_tensors(query, key, value, layout, kv_layout, by_thw, share)
+    heads, kv_heads, dim = check_tensors(query, key, value, layout, kv_layout, by_thw, whole)
     if text_mask is not None:
         TextMask.of(text_mask, query.shape[0], kv_layout, query.device)
     for grids in (kv_layout, layout):
@@ -57,46 +45,20 @@ def _checked(query: Any, key: Any, value: Any, layout: Any, kv_layout: Any, conf
             break
     if kv_layout != layout and config.pad_type != "none":
         raise ValueError(f"pad_type must be 'none' where keys have a kv_layout of their own, got {config.pad_type!r}")
-    if share is not None and config.mask_share_within_head and config.holds_functions:
-        name, function = ("sampling_type", config.scored_by) if callable(config.scored_by) else ("budget", config.budget)
-        raise ValueError(f"{name} must not be a function of your own where heads share a pattern and a group shares the heads out, because "
-                         f"every rank would have to find the same pattern, got {function!r} with mask_share_within_head = True")
-    if rows is not None:
-        rows = _require_rows(rows, layout.length)
     return LayerSpec(layout, kv_layout, config, resolve_scale(scale, dim), query.dtype, query.device, heads, kv_heads, dim,
-                     require_impl(impl), deterministic, recorded, rows, None, means)
-
-
-def _require_rows(rows: Any, length: int) -> tuple[tuple[int, int], ...]:
-    """``rows``, (first token, tokens) each, as tuples: tokens of a sequence of ``length``, each once."""
-    right = isinstance(rows, (tuple, list)) and all([isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in rows])
-    require_kind("rows", rows, "a tuple of pairs (first token, tokens)", right)
-    spans = tuple([(require_int(f"rows[{i}][0]", first, 0), require_int(f"rows[{i}][1]", tokens, 0))
-                   for i, (first, tokens) in enumerate(rows)])
-    if not spans:
-        raise ValueError("rows must hold at least one pair (first token, tokens), got none")
-    end = 0
-    for first, tokens in sorted([span for span in spans if span[1]]):
-        if first < end:
-            raise ValueError(f"rows must have each token once, got {first} twice in {spans}")
-        end = first + tokens
-    if any([first + tokens > length for first, tokens in spans]):
-        raise ValueError(f"rows must lie in the layout's {length} tokens, got {spans}")
-    return spans
+                     require_impl(impl), deterministic, recorded, means)
 
 
 def check_tensors(query: Any, key: Any, value: Any, layout: TokenLayout, kv_layout: TokenLayout, by_thw: bool = False,
-                  share: Shares | None = None) -> tuple[int, int, int]:
-    """(H, Hkv, D), after the check that the three fit one another and their layouts, or with ``share`` a rank's share of ``layout``."""
-    _check_tensor("query", query)
+                  whole: WholeShape | None = None) -> tuple[int, int, int]:
+    """(H, Hkv, D), after the check that the three fit one another and their layouts. ``whole``: as ``described`` takes it."""
+    _check_tensor("query", query, whole)
     dtype, device, batch, dim = query.dtype, query.device, query.shape[0], query.shape[3]
     of_heads = []
     for name, x, tokens in (("query", query, layout), ("key", key, kv_layout), ("value", value, kv_layout)):
-        if x is not query:
-            _check_tensor(name, x)
+        shape = _check_tensor(name, x, whole)
         if isinstance(x, Tensor) != isinstance(query, Tensor):
             raise TypeError(f"{name} must be {type(query).__name__} as query is, got {type(x).__name__}")
-        shape = x.shape if share is None else share.whole(name, x)
         if isinstance(x, Deferred) and not set(accumulate(x.lengths)) <= set(accumulate([of.length for of in tokens.segments])):
             raise ValueError(f"{name}'s projections must end where segments of the layout do, got {x.lengths} tokens for {tokens.segments}")
         if shape[2] != tokens.length:
@@ -119,8 +81,6 @@ def check_tensors(query: Any, key: Any, value: Any, layout: TokenLayout, kv_layo
         raise ValueError(f"query must have at least one head, got shape {tuple(query.shape)}")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"query's heads must be a multiple of key's {kv_heads}, got {heads}")
-    if share is not None:
-        share.deal_heads(heads, kv_heads)
     return heads, kv_heads, dim
 
 
@@ -140,16 +100,22 @@ def _tokens_first(shape: Sequence[int], length: int) -> str:
     return f"; the order of axes is [batch, heads, tokens, head_dim], so transpose(1, 2) of the shape {tuple(shape)} that came may be meant"
 
 
-def _check_tensor(name: str, x: Any) -> None:
-    if not isinstance(x, (Tensor, Deferred)) and not hasattr(x, "wait"):
+def _check_tensor(name: str, x: Any, whole: WholeShape | None = None) -> Sequence[int]:
+    """The shape of ``x``, or of the whole that it is a part of."""
+    if whole is not None:
+        shape = whole(name, x)
+    elif isinstance(x, (Tensor, Deferred)):
+        shape = x.shape
+    else:
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if isinstance(x, Tensor):
         require_strided(name, x)
-    if len(x.shape) != 4:
-        raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}")
+    if len(shape) != 4:
+        raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(shape)}")
     if x.dtype not in DTYPES:
         taken = "float16, bfloat16, float32 or float64" if x.dtype.is_floating_point else "a floating-point tensor"
         raise TypeError(f"{name} must be {taken}, got {x.dtype}")
+    return shape
 
 
 def _wrong_thw(shape: Sequence[int], layout: TokenLayout) -> ValueError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,17 +16,13 @@ from .kernels import BlockLists, Deferred, PatternFacts, Route, choose_backend, 
 from .kernels.memo import remember
 from .layout import Input, checked_layout
 from .result import ExactMass, LayerResult, Tape
-from .rows import all_rows, in_places, some_rows
-from .scoring import Facts, rule_of, tile_means
+from .scoring import Facts, descriptors, rule_of, tile_means
 from .selection import Left, Selection, fixed_tiles, text_lengths
 from .spec import LayerSpec
 from .text import TextMask
 
 if TYPE_CHECKING:
     from .kernels.estimate import Estimate
-    from .ranks.around import Around
-    from .ranks.exchange import Incoming
-    from .ranks.shares import Sent
 
 
 class HeldKeys(NamedTuple):
@@ -65,12 +63,11 @@ class Layer:
 
     Args:
         spec: what it is.
-        around: on ranks, what it exchanges before its first step and after its last.
     """
 
-    def __init__(self, spec: LayerSpec, around: Around | None = None) -> None:
+    def __init__(self, spec: LayerSpec) -> None:
         config, device = spec.config, spec.device
-        self.spec, self.around = spec, around
+        self.spec = spec
         self.tiles = checked_layout(spec.layout, config.tile_thw, config.pad_type, device)
         self.kv_tiles = self.tiles if spec.kv_layout == spec.layout else checked_layout(
             spec.kv_layout, config.tile_thw, config.pad_type, device)
@@ -78,36 +75,36 @@ class Layer:
         self.fixed = fixed_tiles(self.tiles, self.kv_tiles, config.window, config.selected_by)
         # The steps that this layer has, as values: a layer without a choice has no rule, one that drops what it leaves out no estimate.
         self.rule = rule_of(config) if spec.chooses else None
-        self.budget = budget_of(config, self) if spec.chooses else None
+        self.budget = None
+        if spec.chooses:
+            grids = tuple(zip(map(prod, self.tiles.tile_grids), self.fixed.window))
+            self.budget = budget_of(config, grids, self.kv_tiles.num_video_tiles, device)
         self.estimates = spec.estimates
         self.room = spec.room
         # As the steps "estimate" and "merge" take them.
         self.q_blocks, self.kv_blocks = ((tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile)
                                          for tiles in (self.tiles, self.kv_tiles))
         self.moves = self.tiles.moves or self.kv_tiles.moves
-        self.rows = all_rows(self.tiles, spec.returned) if spec.rows is None else some_rows(self.tiles, spec.rows)
 
     @torch.no_grad()
-    def run(self, q: Input | Sent | Tiled, k: Input | Sent | None = None, v: Input | Sent | None = None,
-            text_mask: TextMask | Tensor | None = None, selection: Selection | None = None, *,
-            note: Callable[[str], object] = lambda step: None) -> LayerResult:
+    def run(self, q: Input | Tiled | Callable[[], Tiled], k: Input | None = None, v: Input | None = None,
+            text_mask: TextMask | Tensor | None = None, selection: Selection | None = None) -> LayerResult:
         """Attention over the layer's sequences: all steps, one after the other.
 
         Args:
-            q: ``[B, H, S, D]`` in the order of the layout; k, v: ``[B, Hkv, S', D]`` in that of kv_layout. Or all three as other ranks
-                sent them, or as one Tiled. Of a layer that exchanges, a rank's share of all heads, or what was sent of it.
+            q: ``[B, H, S, D]`` in the order of the layout; k, v: ``[B, Hkv, S', D]`` in that of kv_layout. Or all three as one Tiled, or
+                a function that makes it, of which nobody else then holds the tensors.
             text_mask: of the keys' dense runs, checked.
             selection: attend to what an earlier run selected, instead of selecting.
-            note: of a layer that exchanges, as ``attention.attend`` takes it.
         """
         left = self.left(text_mask)
-        if self.around is not None:
-            q, k, v = self.around.enter(q, k, v, note)
         if isinstance(q, Tiled):
             tiled = q
-        else:
+        elif isinstance(q, (Tensor, Deferred)):
             assert k is not None and v is not None, "a Tiled has all three"
-            tiled = self.gather(q, k, v, note)
+            tiled = self.gather(q, k, v)
+        else:
+            tiled = q()
         del q, k, v
         means = self.means(tiled)
         # Estimates of the video tiles that will not be computed; None where these are dropped.
@@ -118,48 +115,25 @@ class Layer:
         q, k, v = tiled.q, tiled.k, tiled.v
         # Nothing is held longer than it is read: beside the inputs there are never more than three copies, and with an estimate the result.
         del tiled
-        rows = self.rows.take(self.backend, q)
-        out, lse, route = self.attend(rows, k, v, selection.blocks)
-        tape = Tape(rows, k, v, out, lse) if self.spec.recorded else None
+        out, lse, route = self.attend(q, k, v, selection.blocks)
+        tape = Tape(q, k, v, out, lse) if self.spec.recorded else None
         mass = None
         if estimates is not None:
             out, lse, mass, kept = self.merge(out, lse, q, k, v, selection.blocks, estimates)
             if tape is not None:
                 tape = tape._replace(merged=out, merged_lse=lse, **kept)
-        del rows, q, k, v, estimates
-        out = self.take(out)
-        if self.around is not None:
-            note("attended")
-            out = self.around.leave(out)
-        return LayerResult(out, route, selection, mass, tape, means)
+        del q, k, v, estimates
+        return LayerResult(self.take(out), route, selection, mass, tape, means)
 
     # The steps
 
-    def gather(self, q: Input | Sent | Incoming, k: Input | Sent | Incoming, v: Input | Sent | Incoming,
-               note: Callable[[str], object] = lambda step: None) -> Tiled:
-        """Tokens into tiles. note: called with "arrived" where they were on their way."""
+    def gather(self, q: Input, k: Input, v: Input) -> Tiled:
+        """Tokens into tiles."""
         if isinstance(q, Deferred) and (not self.moves or self.backend.by_torch("gather")):
             q, k, v = (x.materialize() if isinstance(x, Deferred) else x for x in (q, k, v))
-        if hasattr(q, "wait"):
-            return self._gather_arriving(q, k, v, note)
         if not self.moves:
             return Tiled._make([q, k, v, None, None, None])
         return Tiled(*self.backend.gather(q, k, v, self.tiles.move, self.kv_tiles.move))
-
-    def _gather_arriving(self, q: Any, k: Any, v: Any, note: Callable[[str], object]) -> Tiled:
-        """The same of what other ranks send: each is moved while those after it are on their way."""
-        k_means = q_means = None
-        v_out = v.wait()
-        if self.moves:
-            v_out = self.backend.take(v_out, self.kv_tiles.source)
-        k_out = k.wait()
-        if self.moves:
-            k_out, k_means = self.backend.gather_one(k_out, self.kv_tiles.move)
-        q_out = q.wait()
-        note("arrived")
-        if self.moves:
-            q_out, q_means = self.backend.gather_one(q_out, self.tiles.move)
-        return Tiled(q_out, k_out, v_out, q_means, k_means)
 
     def means(self, tiled: Tiled) -> tuple[Tensor, ...]:
         """The means of the video tiles of q, k and v, in their dtype; none where the spec wants none."""
@@ -176,7 +150,18 @@ class Layer:
     def score(self, tiled: Tiled, estimates: Estimate | None) -> Tensor:
         """How much each video tile wants each of the keys'; of layers that choose."""
         assert self.rule is not None, "the layer attends to fixed tiles"
-        return self.rule(Facts(tiled, estimates, self))
+        return self.rule(Facts(partial(self.descriptors, tiled), estimates, self.backend, self.spec.config.lambda_))
+
+    def descriptors(self, tiled: Tiled) -> tuple[Tensor, Tensor]:
+        """The descriptors of query and key tiles; ``Facts`` describes them."""
+        config, q_means, k_means = self.spec.config, tiled.q_means, tiled.k_means
+        if q_means is None or config.pool_cells is not None:
+            q_means = descriptors(tiled.q, self.tiles, config.pool_cells)
+        if k_means is None or config.pool_cells is not None:
+            k_means = descriptors(tiled.k, self.kv_tiles, config.pool_cells)
+        if config.mask_share_within_head:
+            q_means, k_means = q_means.mean(1, keepdim=True), k_means.mean(1, keepdim=True)
+        return q_means, k_means
 
     def left(self, text_mask: TextMask | Tensor | None) -> Left:
         """What a mask leaves of the keys' dense runs."""
@@ -197,7 +182,6 @@ class Layer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists) -> tuple[Tensor, Tensor, Route]:
         """Attention to the listed tiles. q is written over where it is the layer's own and nobody asks for it again."""
-        blocks = self.rows.lists(blocks)
         route = self._route(blocks)
         owned = self.moves and not self.estimates and not self.spec.recorded
         return *route.run(q, k, v, blocks, self.spec.scale, in_place=owned), route
@@ -208,24 +192,21 @@ class Layer:
                             kv_heads=spec.kv_heads, deterministic=spec.deterministic)
 
     def merge(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, estimates: Estimate
-                ) -> tuple[Tensor, Tensor, ExactMass, dict[str, Any]]:
+              ) -> tuple[Tensor, Tensor, ExactMass, dict[str, Any]]:
         """(out, lse, exact mass, what else a tape has) of attention with what the lists leave out estimated."""
         spec = self.spec
-        out, lse = self.rows.spread(self.backend, out, lse)
         if spec.recorded:
             out, lse = out.clone(), lse.clone()
         shares, estimate_lse, bias, mixture = self.backend.merge(out, lse, q, k, v, self.q_blocks, self.kv_blocks, blocks.counts,
-                                                               blocks.indices, estimates, spec.scale, spec.recorded)
+                                                                 blocks.indices, estimates, spec.scale, spec.recorded)
         mass = ExactMass(shares, blocks.counts, estimates.useful, self.kv_tiles.num_tiles)
         return out, lse, mass, dict(
             estimate_lse=estimate_lse, bias=bias, mixture=mixture, log_count=estimates.log_count, order=estimates.order,
-            k_mean=estimates.k_mean, v_mean=estimates.v_mean, q_all=None if spec.rows is None else q)
+            k_mean=estimates.k_mean, v_mean=estimates.v_mean)
 
     def take(self, out: Tensor) -> Tensor:
-        """Back to the order of the sequence, or the one that the result is wanted in."""
-        if not self.moves and self.spec.rows is None and self.spec.returned is None:
-            return out
-        return self.backend.take(out, self.rows.slot_of_token if self.estimates else self.rows.returned)
+        """Back to the order of the sequence."""
+        return self.backend.take(out, self.tiles.inverse) if self.moves else out
 
     def backward(self, tape: Tape, dout: Tensor, blocks: BlockLists, dmeans: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v, in the orders of the layouts; the steps of ``run`` in reverse.
@@ -236,21 +217,20 @@ class Layer:
             blocks: of the selection, which is a constant.
             dmeans: the gradients of the means.
         """
-        spec, backend, rows = self.spec, self.backend, self.rows
+        spec, backend = self.spec, self.backend
         q, k, v, out, lse, *_ = tape
-        lists = rows.lists(blocks)
-        route = self._route(lists)
+        route = self._route(blocks)
         dlse = of_estimate = None
         given = dout
         if tape.merged is None:
-            dout = backend.take(dout, rows.held) if self.moves or spec.rows is not None else dout
+            dout = backend.take(dout, self.tiles.returned) if self.moves else dout
         else:
-            dout, dlse, *of_estimate = self._merge_backward(tape, in_places(backend, dout, rows.token_of_slot))
-        dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, lists, spec.scale, False, spec.deterministic,
+            dout, dlse, *of_estimate = self._merge_backward(tape, backend.take(dout, self.tiles.returned))
+        dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, blocks, spec.scale, False, spec.deterministic,
                                         in_place=dout is not given)
         # As in ``run``: one gradient after another goes back to its order, and nothing that was read is there meanwhile.
         del dout, dlse, given
-        grads = [rows.to_slots(backend, dq), dk, dv]
+        grads = [dq, dk, dv]
         del dq, dk, dv
         for number, tiles in enumerate((self.tiles, self.kv_tiles, self.kv_tiles)):
             x = grads[number]
@@ -264,17 +244,13 @@ class Layer:
         return dq, dk, dv
 
     def _merge_backward(self, tape: Tape, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of the exact part's out and lse, of its rows, and of all q, k and v."""
-        exact, exact_lse = self.rows.spread(self.backend, tape.out, tape.lse)
-        q = tape.q if tape.q_all is None else tape.q_all
-        dexact, dexact_lse, *rest = self.backend.merge_backward(
-            dout, exact, exact_lse, tape.merged, tape.merged_lse, tape.estimate_lse, q, tape.k, tape.v, self.q_blocks, self.kv_blocks,
-            tape.bias, tape.mixture, tape.log_count, tape.order, tape.k_mean, tape.v_mean, self.spec.scale)
-        dexact, dexact_lse = self.rows.gathered(self.backend, dexact, dexact_lse)
-        return dexact, dexact_lse, *rest
+        """Gradients of the exact part's out and lse, and of q, k and v."""
+        return self.backend.merge_backward(
+            dout, tape.out, tape.lse, tape.merged, tape.merged_lse, tape.estimate_lse, tape.q, tape.k, tape.v,
+            self.q_blocks, self.kv_blocks, tape.bias, tape.mixture, tape.log_count, tape.order, tape.k_mean, tape.v_mean, self.spec.scale)
 
 
 @remember(64)
-def prepared(spec: LayerSpec, around: Around | None = None) -> Layer:
+def prepared(spec: LayerSpec) -> Layer:
     """The layer of a spec; the 64 used last are remembered."""
-    return Layer(spec, around)
+    return Layer(spec)

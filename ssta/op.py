@@ -7,8 +7,7 @@ autograd; all others see two operators of torch.library, ``layer`` and ``layer_b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +22,6 @@ from .returns import TAPE, everything, own_tensors, results, tensors
 from .selection import Selection
 from .spec import LayerSpec
 from .text import TextMask
-
-if TYPE_CHECKING:
-    from .ranks.around import Around
 
 
 class World(NamedTuple):
@@ -57,30 +53,26 @@ def in_autocast(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     return query, key, value
 
 
-def layer_of(spec: LayerSpec, around: Around | None = None) -> Layer:
+def layer_of(spec: LayerSpec) -> Layer:
     """The layer of a spec. One whose config holds functions of the user's own, which may hold what memory there is, is not remembered."""
-    return Layer(spec, around) if spec.config.holds_functions else prepared(spec, around)
+    return Layer(spec) if spec.config.holds_functions else prepared(spec)
 
 
-def run_layer(
-    query: Input, key: Input, value: Input, spec: LayerSpec, world: World, text_mask: Tensor | TextMask | None,
-    selection: Selection | None = None, *, around: Around | None = None, note: Callable[[str], object] = lambda step: None,
-) -> LayerResult:
+def run_layer(query: Input, key: Input, value: Input, spec: LayerSpec, world: World, text_mask: Tensor | TextMask | None,
+              selection: Selection | None = None) -> LayerResult:
     """The layer of ``spec`` on tensors that it describes.
 
     Args:
-        query, key, value: also what other ranks send, which has a tensor's shape, dtype and device and a method ``wait`` that gives it.
         text_mask: of the keys' dense runs, checked.
-        selection, note: as ``attention.attend`` takes them.
-        around: what the layer exchanges itself, on ranks.
+        selection: as ``attention.attend`` takes it.
     """
     if world.watched and isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
         refuse_transforms("ssta_attention", query=query, key=key, value=value)
         return _operate(query, key, value, spec, text_mask, selection)
-    layer = layer_of(spec, around)
+    layer = layer_of(spec)
     if not spec.recorded:
         with on_device(query):
-            return layer.run(query, key, value, text_mask, selection, note=note)
+            return layer.run(query, key, value, text_mask, selection)
     kept: list[LayerResult] = []
     out, *means = _Recorded.apply(query, key, value, layer, text_mask, selection, kept)
     result, = kept

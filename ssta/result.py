@@ -43,11 +43,10 @@ class Tape(NamedTuple):
     """What a layer's backward needs of its forward, all in the order of the tiles.
 
     Attributes:
-        q, k, v: as of ``Tiled``; q of the computed rows.
+        q, k, v: as of ``Tiled``.
         out, lse: attention to the listed tiles alone.
         merged, merged_lse: with the estimate; None where nothing is estimated, and so are all others.
         estimate_lse, bias, mixture, log_count, order, k_mean, v_mean: of the estimate; see ``kernels.eager.estimate``.
-        q_all: q of all rows; None where all are computed.
     """
 
     q: Tensor
@@ -64,7 +63,6 @@ class Tape(NamedTuple):
     order: Tensor | None = None
     k_mean: Tensor | None = None
     v_mean: Tensor | None = None
-    q_all: Tensor | None = None
 
 
 class LayerResult:

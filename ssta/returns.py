@@ -41,7 +41,7 @@ def results(spec: LayerSpec, query: Tensor, text_mask: Tensor | None, indices: T
         lists = batch, 1 if config.mask_share_within_head else heads
     else:
         lists = batch if masked and whole else 1, 1
-    out = _tokens(spec, query, _tokens_of(spec.returned or spec.rows, spec.layout.length))
+    out = _tokens(spec, query, spec.layout.length)
     found = {"out": out, "counts": Like((*lists, cut.num_tiles)), "indices": Like((*lists, cut.num_tiles, room))}
     if masked and not whole:
         found["lengths"] = Like((batch, 1, kv_cut.num_tiles))
@@ -91,12 +91,10 @@ def own_tensors(found: dict[str, Tensor | None], expected: dict[str, Tensor], in
 def _taped(spec: LayerSpec, query: Tensor) -> dict[str, Like]:
     """The fields of the ``Tape`` of a layer that records a gradient; what is not there is None, or one of the layer's inputs."""
     batch, heads, kv_heads, dim, wide, (cut, kv_cut) = query.shape[0], spec.heads, spec.kv_heads, spec.head_dim, _wide(spec), spec.cuts
-    slots, rows, parts = cut.num_slots, _tokens_of(spec.rows, cut.num_slots), spec.config.compensation_parts
-    found = {"out": _tokens(spec, query, rows), "lse": Like((batch, heads, rows), wide)}
-    moves = cut.moves or kv_cut.moves
-    if moves or spec.rows is not None:
-        found["q"] = _tokens(spec, query, rows)
-    if moves:
+    slots, parts = cut.num_slots, spec.config.compensation_parts
+    found = {"out": _tokens(spec, query, slots), "lse": Like((batch, heads, slots), wide)}
+    if cut.moves or kv_cut.moves:
+        found["q"] = _tokens(spec, query, slots)
         found["k"] = found["v"] = _tokens(spec, query, kv_cut.num_slots, kv_heads)
     if spec.estimates:
         plain = choose_backend(spec.impl, spec.device, spec.dtype, dim).by_torch("estimate")
@@ -109,8 +107,6 @@ def _taped(spec: LayerSpec, query: Tensor) -> dict[str, Like]:
                   "v_mean": means}
         if parts > 1:
             found["order"] = Like((batch, kv_heads, kv_cut.num_slots))
-        if spec.rows is not None:
-            found["q_all"] = _tokens(spec, query, slots)
     return found
 
 
@@ -120,11 +116,6 @@ def _tokens(spec: LayerSpec, query: Tensor, number: int, heads: int | None = Non
     row = heads * dim
     strides = (number * row, dim, row, 1) if query.stride(1) < query.stride(2) else (number * row, number * dim, dim, 1)
     return Like((query.shape[0], heads, number, dim), spec.dtype, strides)
-
-
-def _tokens_of(spans: tuple[tuple[int, int], ...] | None, every: int) -> int:
-    """How many there are in ``spans``; None = ``every``."""
-    return every if spans is None else sum([count for _, count in spans])
 
 
 def _wide(spec: LayerSpec) -> torch.dtype:

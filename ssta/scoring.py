@@ -6,8 +6,7 @@ A rule is a function of ``Facts`` that gives scores, and a row of RULES; ``SSTAC
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,60 +15,36 @@ if TYPE_CHECKING:
     from .config import SSTAConfig
     from .kernels import Backend
     from .kernels.estimate import Estimate
-    from .layer import Layer, Tiled
     from .layout import TileLayout
 
 
-class Facts:
+class Facts(NamedTuple):
     """What a rule may know of a layer's tiles: N video tiles of queries, K of keys.
 
-    Args:
-        tiled: q, k and v in the order of the tiles.
-        estimates: of what will not be computed; None where it is dropped.
-        layer: whose tiles they are.
-
     Attributes:
+        means: gives the descriptors of query and key tiles, float32 ``[B, H, N, C]`` and ``[B, Hkv, K, C]``; H = Hkv = 1 where heads share
+            a pattern.
+        estimate: of what will not be computed; None where it is dropped.
         backend: the kernels, ``backend.score`` among them.
         lambda_: the configuration's.
-        estimates: as given.
     """
 
-    def __init__(self, tiled: Tiled, estimates: Estimate | None, layer: Layer) -> None:
-        self.backend: Backend = layer.backend
-        self.lambda_: float = layer.spec.config.lambda_
-        self.estimates = estimates
-        self._tiled, self._layer = tiled, layer
-
-    @cached_property
-    def means(self) -> tuple[Tensor, Tensor]:
-        """The descriptors of query and key tiles: float32 ``[B, H, N, C]`` and ``[B, Hkv, K, C]``; H = Hkv = 1 where heads share a
-        pattern."""
-        (q, k, _, q_means, k_means, _), layer = self._tiled, self._layer
-        config = layer.spec.config
-        if q_means is None or config.pool_cells is not None:
-            q_means = descriptors(q, layer.tiles, config.pool_cells)
-        if k_means is None or config.pool_cells is not None:
-            k_means = descriptors(k, layer.kv_tiles, config.pool_cells)
-        if config.mask_share_within_head:
-            if layer.spec.peers is not None:
-                from .ranks.shards import all_heads
-
-                # The heads themselves and not their sums, so that the means are the same bits on all ranks and in one process.
-                q_means, k_means = all_heads(layer.spec.peers, q_means, k_means)
-            q_means, k_means = q_means.mean(1, keepdim=True), k_means.mean(1, keepdim=True)
-        return q_means, k_means
+    means: Callable[[], tuple[Tensor, Tensor]]
+    estimate: Estimate | None
+    backend: Backend
+    lambda_: float
 
 
 def _error(facts: Facts) -> Tensor:
-    estimates = facts.estimates
-    assert estimates is not None and estimates.scores is not None, "SSTAConfig wants a compensation for this rule"
-    return estimates.scores
+    estimate = facts.estimate
+    assert estimate is not None and estimate.scores is not None, "SSTAConfig wants a compensation for this rule"
+    return estimate.scores
 
 
-# By the names of ``sampling_type``.
+# By the names of ``sampling_type``, which ``config.SAMPLING_TYPES`` lists.
 RULES: dict[str, Callable[[Facts], Tensor]] = {
-    "similarity": lambda facts: facts.backend.score(*facts.means, None),
-    "importance": lambda facts: facts.backend.score(*facts.means, facts.lambda_),
+    "similarity": lambda facts: facts.backend.score(*facts.means(), None),
+    "importance": lambda facts: facts.backend.score(*facts.means(), facts.lambda_),
     "error": _error,
 }
 
@@ -77,7 +52,9 @@ RULES: dict[str, Callable[[Facts], Tensor]] = {
 def rule_of(config: SSTAConfig) -> Callable[[Facts], Tensor]:
     """What ``config.scored_by`` stands for: ``facts -> float32 [B, H, N, K]``, higher is better; H = 1 where heads share."""
     scored_by = config.scored_by
-    return RULES[scored_by] if isinstance(scored_by, str) else lambda facts: facts.backend.score_by(scored_by, *facts.means)
+    if isinstance(scored_by, str):
+        return RULES[scored_by]
+    return lambda facts: facts.backend.score_by(scored_by, *facts.means())
 
 
 def descriptors(x: Tensor, layout: TileLayout, adaptive_pool: tuple[int, int, int] | None = None) -> Tensor:

@@ -15,19 +15,6 @@ from .kernels.memo import remember_plain
 from .sequence import TokenLayout
 
 
-class Peers(NamedTuple):
-    """The ranks that have a layer's other heads, where all heads share one pattern.
-
-    Attributes:
-        group: the name by which torch.distributed finds the ProcessGroup.
-        heads, kv_heads: of all ranks together.
-    """
-
-    group: str
-    heads: int
-    kv_heads: int
-
-
 class LayerSpec(NamedTuple):
     """What decides how a layer runs. Equal specs are the same layer.
 
@@ -41,11 +28,7 @@ class LayerSpec(NamedTuple):
         impl: which kernels, as ``choose_backend`` takes it.
         deterministic: whether gradients are the same bits every time.
         recorded: whether a gradient is wanted, for which the layer keeps what its backward needs.
-        rows: (first token, tokens) of the only queries that are computed; None = all.
-        peers: the ranks with the other heads, where they are needed to select.
         means: whether the means of the video tiles of query, key and value are given too, through which gradients flow.
-        returned: (first token, tokens) of what the result consists of, in its order, as ranks send it to one another; None = the computed
-            queries, in the sequence's. Without a gradient.
     """
 
     layout: TokenLayout
@@ -60,10 +43,7 @@ class LayerSpec(NamedTuple):
     impl: str
     deterministic: bool
     recorded: bool
-    rows: tuple[tuple[int, int], ...] | None = None
-    peers: Peers | None = None
     means: bool = False
-    returned: tuple[tuple[int, int], ...] | None = None
 
     @property
     def cuts(self) -> tuple[Cut, Cut]:
@@ -89,10 +69,8 @@ class LayerSpec(NamedTuple):
     @property
     def text(self) -> str:
         """The spec but for its device as text, which ``from_text`` reads, in another process too unless the config holds functions."""
-        peers = None if self.peers is None else tuple(self.peers)
         return repr((self.layout.plain, self.kv_layout.plain, self.config.plain, self.scale.hex(), str(self.dtype), index(self.heads),
-                     index(self.kv_heads), index(self.head_dim), self.impl, self.deterministic, self.recorded, self.rows, peers,
-                     self.means, self.returned))
+                     index(self.kv_heads), index(self.head_dim), self.impl, self.deterministic, self.recorded, self.means))
 
     @classmethod
     def from_text(cls, text: str, device: torch.device) -> LayerSpec:
@@ -102,8 +80,6 @@ class LayerSpec(NamedTuple):
 
 @remember_plain
 def _from_text(text: str, device: torch.device) -> LayerSpec:
-    (layout, kv_layout, config, scale, dtype, heads, kv_heads, dim, impl, deterministic, recorded, rows, peers, means,
-     returned) = ast.literal_eval(text)
+    layout, kv_layout, config, scale, dtype, heads, kv_heads, dim, impl, deterministic, recorded, means = ast.literal_eval(text)
     return LayerSpec(TokenLayout.from_plain(layout), TokenLayout.from_plain(kv_layout), SSTAConfig.from_plain(config), float.fromhex(scale),
-                     getattr(torch, dtype.removeprefix("torch.")), device, heads, kv_heads, dim, impl, deterministic, recorded, rows,
-                     None if peers is None else Peers(*peers), means, returned)
+                     getattr(torch, dtype.removeprefix("torch.")), device, heads, kv_heads, dim, impl, deterministic, recorded, means)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ssta.pipelines.patch import family
+from ssta.pipelines.patch import register
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGES.md",
@@ -38,7 +38,7 @@ def test_readme_has_code_to_run_and_fits_on_a_few_screens():
 @pytest.mark.parametrize("document, line, code", BLOCKS)
 def test_code_runs(document, line, code, monkeypatch):
     # What a document registers is not there for the tests after it.
-    monkeypatch.setattr(family, "_FAMILIES", dict(family._FAMILIES))
+    monkeypatch.setattr(register, "_FAMILIES", dict(register._FAMILIES))
     # The blank lines make a traceback name the document's own line.
     exec(compile("\n" * (line - 1) + code, str(ROOT / document), "exec"), {"__name__": "__main__"})
 

@@ -15,19 +15,23 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {"ssta": "ssta", "kernels": "ssta.kernels", "pipelines": "ssta.pipelines", "interfaces": "ssta.interfaces"}
-# A folder of kernels/ -> the folders that it may import besides itself and the modules at the top.
-MAY_IMPORT = {"eager": (), "lowering": (), **dict.fromkeys(("portable", "hopper", "cudnn", "prologue"), ("lowering",))}
+# A folder of kernels/ -> the folders that it may import besides itself and the modules at the top. A library's registers its row, and
+# compares itself with Triton's kernels.
+MAY_IMPORT = {"eager": (), "lowering": (), **dict.fromkeys(("portable", "hopper", "prologue"), ("lowering",)),
+              "cudnn": ("lowering", "routing", "portable")}
 # A room of pipelines/ -> what of the others it may import: rooms, or modules of theirs.
-ROOMS = {"schedule": (), "ranks": ("patch.call", "patch.family"),
-         "patch": ("schedule", "ranks", "families.PLACES"),
-         "families": ("patch", "schedule", "ranks"), "plugs": ("schedule", "patch.report"),
-         "evaluation": ("patch", "schedule", "require_diffusers"), "training": ("patch", "schedule")}
+ROOMS = {"schedule": (), "terms": ("schedule",), "ranks": ("terms",),
+         "patch": ("terms", "schedule", "ranks", "families.PLACES"),
+         "families": ("terms", "patch", "schedule", "ranks"), "plugs": ("schedule", "patch.report"),
+         "evaluation": ("patch", "schedule", "require_diffusers"), "training": ("terms", "patch", "schedule")}
 # Rooms that run without diffusers.
-WITHOUT_DIFFUSERS = ("schedule", "plugs")
+WITHOUT_DIFFUSERS = ("schedule", "terms", "plugs")
+# Modules that processes need only where several ranks share a model.
+OF_RANKS = ("ssta.pipelines.ranks.parallel", "diffusers.hooks")
 # At the top, what runs the implementations and is therefore imported by none of these folders; and the specification.
 ABOVE = ("attention", "backend", "op", "routing", "reference")
 # Where Triton is imported when a file is loaded.
-TRITON = ("portable", "hopper", "cudnn", "lowering")
+TRITON = ("portable", "hopper", "lowering", "cudnn.attention", "cudnn.slots")
 # Names in the door of kernels/: at most so many.
 DOOR = 12
 # What the other floors may take of kernels/ besides its door: ground that all floors stand on and that knows nothing of attention.
@@ -37,14 +41,13 @@ TOKENS = "ssta.interfaces.tokens"
 # What interfaces/ may take besides: of kernels/ the parts of its own kernels, of ssta/ the selection for flex-block-attn's masks.
 LENT = {
     "ssta.kernels.attention": ("check_inputs",),
-    "ssta.kernels.block_forms": ("in_range", "per_query_head", "prefix_mask"),
+    "ssta.kernels.block_forms": ("in_range", "mask_lists", "per_query_head", "prefix_mask"),
     "ssta.kernels.device": ("DeviceLimits", "device_limits", "multiprocessors"),
     "ssta.kernels.eager.steps": ("GATHER_ELEMENTS", "attend", "compute_dtype"),
     "ssta.kernels.launch": ("FUSED",),
     "ssta.kernels.lowering.arguments": ("view",),
     "ssta.kernels.lowering.chunks": ("block_lists", "kv_partition", "q_partition"),
     "ssta.kernels.lowering.inputs": ("strided", "tma_ok"),
-    "ssta.kernels.lowering.outputs": ("empty_outputs",),
     "ssta.kernels.lowering.primitives": ("LN2", "LOG2E", "block_bounds", "finish_softmax", "finite_or_zero", "gather_rows", "load_rows",
                                          "merged_lse", "of_head", "own_rows", "part_weights", "row_of_lists", "softmax_step", "store_rows",
                                          "tanh"),
@@ -66,8 +69,9 @@ class Import:
     at_load: bool  # runs when the file is loaded, not when a function in it is called
 
 
-def imports_of(source: str, package: str) -> list[Import]:
-    """Every import in a file of ``package``, relative ones made absolute; import_module("...") with a constant counts too."""
+def imports_of(source: str, package: str, typing: bool = False) -> list[Import]:
+    """Every import in a file of ``package``, relative ones made absolute; import_module("...") with a constant counts too. typing: also
+    those under TYPE_CHECKING."""
     found = []
 
     def absolute(module: str, level: int) -> str:
@@ -77,7 +81,7 @@ def imports_of(source: str, package: str) -> list[Import]:
         return ".".join(parents[: len(parents) - level + 1] + ([module] if module else []))
 
     def walk(node: ast.AST, at_load: bool) -> None:
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") and not typing:
             for child in node.orelse:
                 walk(child, at_load)
             return
@@ -123,7 +127,7 @@ def room(module: str) -> str | None:
 
 
 def needs_triton(module: str) -> bool:
-    return (room(module) in TRITON or room(module) == "prologue" and module.endswith("_kernel")
+    return (any(is_in(module, f"ssta.kernels.{place}") for place in TRITON) or room(module) == "prologue" and module.endswith("_kernel")
             or module.startswith(f"{TOKENS}.triton."))
 
 
@@ -163,6 +167,8 @@ def violations(path: str, source: str) -> list[str]:
             taken = f"{target}.{imported.name}".removeprefix(f"{floor}.")
             if not any(is_in(taken, allowed) for allowed in (below[0], *ROOMS[below[0]])):
                 found.append(f"{below[0]} imports {taken}")
+        if path != "pipelines/ranks/parallel.py" and imported.at_load and any(is_in(target, module) for module in OF_RANKS):
+            found.append(f"{target} is imported where several ranks are used, not when the file is loaded")
         if floor == "ssta" and is_in(target, "ssta.pipelines"):
             found.append("ssta knows nothing of pipelines")
         if floor != "ssta.interfaces" and is_in(target, "ssta.interfaces"):
@@ -230,6 +236,53 @@ def test_what_is_in_a_door_is_there_and_says_what_it_is(module):
     for name in door(module):
         value = getattr(importlib.import_module(module), name)
         assert not (inspect.isfunction(value) or inspect.isclass(value)) or inspect.getdoc(value), f"{name} has no docstring"
+
+
+def circles(sources: dict[str, str]) -> list[tuple[str, ...]]:
+    """The modules that import one another around a circle, for files by their paths; lazy imports and those for types count."""
+    names = {path: ".".join([FLOORS[Path(path).parts[0]], *Path(path).with_suffix("").parts[1:]]) for path in sources}
+    modules = {name.removesuffix(".__init__"): name for name in names.values()}
+    taken: dict[str, set[str]] = {}
+    for path, source in sources.items():
+        wanted = {imported.module if imported.name is None or f"{imported.module}.{imported.name}" not in modules
+                  else f"{imported.module}.{imported.name}"
+                  for imported in imports_of(source, names[path].rpartition(".")[0], typing=True)}
+        taken[names[path]] = {modules[module] for module in wanted & modules.keys()} - {names[path]}
+
+    def reached(start: str) -> set[str]:
+        seen, left = set(), [start]
+        while left:
+            new = taken[left.pop()] - seen
+            seen |= new
+            left += new
+        return seen
+
+    every = {module: reached(module) for module in taken}
+    return sorted({tuple(sorted([other for other in seen if module in every[other]])) for module, seen in every.items() if module in seen})
+
+
+def test_no_modules_import_one_another_in_a_circle():
+    found = circles({path: (ROOT / path).read_text() for path in package_files()})
+    assert not found
+
+
+@pytest.mark.parametrize("imports", [
+    ("from .b import f", "from .a import f"),
+    ("from . import b", "def f():\n    from .a import g"),
+    ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import F", "from ssta import a"),
+    ("import ssta.b", "import importlib\nimportlib.import_module('.a', __package__)"),
+    ("from .pipelines.c import f", "from .a import f", "from ..b import f"),
+    ("from .pipelines import f", "from .a import f", None, "from ..b import f"),
+])
+def test_a_circle_is_seen(imports):
+    paths = "ssta/a.py", "ssta/b.py", "pipelines/c.py", "pipelines/__init__.py"
+    sources = {path: source for path, source in zip(paths, imports) if source is not None}
+    assert len(circles(sources)) == 1 and circles({path: source for path, source in sources.items() if path != "ssta/b.py"}) == []
+
+
+@pytest.mark.parametrize("path", ["kernels/routing.py", "kernels/backend.py"])
+def test_a_library_is_named_in_its_own_folder_alone(path):
+    assert "cudnn" not in (ROOT / path).read_text().lower()
 
 
 def names_of(source: str) -> set[str]:
@@ -308,7 +361,9 @@ def test_file_keeps_the_import_rules(path):
     ("pipelines/patch/apply.py", "from ssta.interfaces import install"),
     ("kernels/device.py", "import diffusers"),
     ("kernels/cudnn/attention.py", "import cudnn"),
-    ("kernels/cudnn_check.py", "from .cudnn.attention import cudnn_forward"),
+    ("kernels/cudnn/check.py", "from .attention import cudnn_forward"),
+    ("kernels/cudnn/check.py", "def f():\n    from ..attention import block_sparse_attention"),
+    ("kernels/portable/forward.py", "def f():\n    from ..cudnn import package"),
     ("ssta/selection.py", "from .kernels import attention"),
     ("ssta/selection.py", "from ssta.kernels.reference import reference_attention"),
     ("ssta/selection.py", "import ssta.kernels"),
@@ -323,13 +378,18 @@ def test_file_keeps_the_import_rules(path):
     ("pipelines/patch/streams.py", "from ssta.kernels.prologue.projection import Projection"),
     ("pipelines/evaluation/quality.py", "import lpips"),
     ("pipelines/patch/report.py", "def f():\n    from ..evaluation.quality import psnr"),
-    ("pipelines/patch/family.py", "from ..families.wan import WAN"),
+    ("pipelines/patch/register.py", "from ..families.wan import WAN"),
+    ("pipelines/patch/context.py", "from ..ranks.parallel import Parallelism"),
+    ("pipelines/ranks/split.py", "from diffusers.hooks.sea_cache import SeaCacheConfig"),
+    ("pipelines/ranks/after_gather.py", "def f():\n    from ..patch.context import ModelContext"),
+    ("pipelines/terms.py", "from .patch.register import family_of"),
+    ("pipelines/terms.py", "def f():\n    import diffusers"),
     ("pipelines/patch/processor.py", "from ..training.kept_selection import KeptSelection"),
     ("pipelines/ranks/split.py", "from ..patch.apply import apply_ssta"),
-    ("pipelines/schedule/presets.py", "from ..patch.family import Family"),
+    ("pipelines/schedule/presets.py", "from ..terms import Family"),
     ("pipelines/schedule/progress.py", "import diffusers"),
     ("pipelines/plugs/comfy.py", "def f():\n    import diffusers"),
-    ("pipelines/plugs/comfy.py", "from ..patch.family import small_tiles"),
+    ("pipelines/plugs/comfy.py", "from ..patch.register import family_of"),
     ("pipelines/families/ltx.py", "from .. import apply_ssta"),
     ("pipelines/patch/apply.py", "def f():\n    import safetensors"),
     ("pipelines/families/trained/checkpoint.py", "from huggingface_hub import snapshot_download"),
@@ -341,6 +401,7 @@ def test_a_broken_rule_is_seen(path, source):
 @pytest.mark.parametrize("path, source", [
     ("kernels/attention.py", "def f():\n    import triton\n    from .portable.forward import triton_forward"),
     ("kernels/portable/forward.py", "import triton\nfrom ..lowering import primitives\nfrom .config import forward_config"),
+    ("kernels/cudnn/check.py", "from ..routing import register\ndef f():\n    from ..portable.forward import triton_forward"),
     ("interfaces/other.py", "from ..kernels import BlockLists\nfrom ..kernels.checks import require_int\nfrom .tokens import Packed"),
     ("interfaces/flashinfer/more.py", "from ...kernels import merge_attention\nfrom ..packed import pack_heads"),
     ("interfaces/tokens/triton/lists.py", "import triton\nfrom ....kernels.lowering.primitives import LOG2E"),
@@ -352,12 +413,22 @@ def test_a_broken_rule_is_seen(path, source):
     ("pipelines/patch/context.py", "from ssta.kernels.notices import warn_once"),
     ("ssta/plot.py", "def draw():\n    import matplotlib.pyplot"),
     ("pipelines/patch/apply.py", "import diffusers\nfrom ssta import SSTAConfig"),
-    ("pipelines/patch/family.py", "from ..families import PLACES"),
+    ("pipelines/patch/register.py", "from ..families import PLACES\nfrom ..terms import Family"),
+    ("pipelines/ranks/split.py", "def f():\n    from diffusers.hooks.context_parallel import ContextParallelSplitHook"),
     ("pipelines/plugs/comfy.py", "from ..patch.report import LayerRun\nfrom ..schedule.schedule import Schedule"),
     ("pipelines/families/trained/checkpoint.py", "def f():\n    from safetensors import safe_open"),
 ])
 def test_what_the_rules_allow(path, source):
     assert violations(path, source) == []
+
+
+def test_the_door_of_pipelines_tells_type_checkers_the_same_as_processes():
+    from ssta import pipelines
+
+    source = (ROOT / "pipelines/__init__.py").read_text()
+    at_run_time, for_types = ({(imported.name, imported.module) for imported in imports_of(source, "ssta.pipelines", typing=typing)}
+                              for typing in (False, True))
+    assert {(name, f"ssta.pipelines{module}") for name, module in pipelines._MODULES.items()} == for_types - at_run_time
 
 
 PLUGS = [f"ssta.pipelines.plugs.{name}" for name in ("comfy", "comfy_models")]

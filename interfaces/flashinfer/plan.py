@@ -51,10 +51,6 @@ class Options:
         """How many query heads of a token become rows of a block."""
         return self.heads // self.kv_heads if block < ENOUGH_ROWS else 1
 
-    def listed(self, lists: BlockLists, kv_len: int) -> tuple[Tensor, Tensor] | None:
-        """``WrapperPlan.listed``."""
-        return listed_keys(lists, kv_len) if self.causal else None
-
 
 @dataclass(frozen=True)
 class WrapperPlan:
@@ -69,7 +65,7 @@ class WrapperPlan:
     o_dtype: torch.dtype
     options: Options
     mask: Tensor | None = None         # bool [nnz, R, C]
-    first_entry: Tensor | None = None  # int32 [MB]
+    first_entry: Tensor | None = None  # int32 [1, 1, MB]
     listed: tuple[Tensor, Tensor] | None = None  # causal plans only
     page: tuple[int, str] | None = None          # entries of a cache's page, and "NHD" or "HND"
 
@@ -184,7 +180,7 @@ def plan_bsr(
             raise ValueError(f"block_mask must be [{heads} or {kv_heads}, {rows}, {columns}], got shape {tuple(block_mask.shape)}")
         packed = options.packed(R) if block_mask.shape[0] == kv_heads else 1
         lists = BlockLists.from_mask(block_mask.to(device, non_blocking=non_blocking), R * packed, C)
-        return WrapperPlan(lists, packed, **shapes, listed=options.listed(lists, N))
+        return WrapperPlan(lists, packed, **shapes, listed=listed_keys(lists, N) if options.causal else None)
     indptr, indices = _integer_row("indptr", indptr), _integer_row("indices", indices)
     longest = _check_bsr(indptr, indices, rows, columns)
     indptr, indices = (x.to(device, non_blocking=non_blocking) for x in (indptr, indices))
@@ -200,8 +196,8 @@ def plan_bsr(
     packed = options.packed(R)
     lists = BlockLists.from_bsr(indptr, indices, R * packed, C, num_kv_blocks=columns, capacity=longest)
     if mask is not None:
-        return WrapperPlan(lists, packed, **shapes, mask=mask, first_entry=indptr[:-1].to(torch.int32, copy=True))
-    return WrapperPlan(lists, packed, **shapes, listed=options.listed(lists, N))
+        return WrapperPlan(lists, packed, **shapes, mask=mask, first_entry=indptr[None, None, :-1].to(torch.int32, copy=True))
+    return WrapperPlan(lists, packed, **shapes, listed=listed_keys(lists, N) if options.causal else None)
 
 
 def plan_block_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block_size: int | None, options: Options, device: torch.device
@@ -227,7 +223,7 @@ def plan_block_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block_size: i
     packed = options.packed(size) if mask.dim() == 2 or mask.shape[1] in (1, kv_heads) else 1
     lists = BlockLists.from_mask(mask.to(device), size * packed, size)
     return WrapperPlan(lists, packed, tuple(q.shape), tuple(k.shape), "BNHD", q.dtype, q.dtype, options,
-                       listed=options.listed(lists, k.shape[1]))
+                       listed=listed_keys(lists, k.shape[1]) if options.causal else None)
 
 
 def plan_variable(
@@ -257,7 +253,7 @@ def plan_variable(
     lists = BlockLists.from_mask(block_mask.to(device, non_blocking=non_blocking), *offsets, max_q_length=longest[0],
                                  max_kv_length=longest[1])
     return WrapperPlan(lists, 1, (options.heads, lengths[0], head_dim), (kv_heads, lengths[1], head_dim), "HND", dtype, dtype, options,
-                       listed=options.listed(lists, lengths[1]))
+                       listed=listed_keys(lists, lengths[1]) if options.causal else None)
 
 
 def planned_dtype(data_type: str | torch.dtype, kv_data_type: str | torch.dtype | None, device: torch.device,

@@ -5,14 +5,12 @@ The implementation of each function is loaded when it is first chosen.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from ...kernels import PatternFacts, choose_route
-from ...kernels.checks import resolve_scale, without_autocast
-from ...kernels.operators import NAMESPACE, differentiate_by, recorded, refuse_transforms, watched
+from ...kernels.checks import resolve_scale
+from ...kernels.operators import NAMESPACE, differentiate_by, on_device, recorded, refuse_transforms, watched
 from ...kernels.routing import require_impl
 from .lists import KeyLists, PaddedCache, TokenLists
 
@@ -53,15 +51,13 @@ def token_attention(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, *, scale
     scale = resolve_scale(scale, q.shape[-1])
     impl = choose_token_impl(impl, q.device, q.dtype, q.shape[-1], v.shape[-1])
     refuse_transforms("token_attention", q=q, k=k, v=v)
-    inverse, wanted = None, recorded(q, k, v)
-    if impl == "triton" and wanted:
-        inverse = lists.invert()
-    elif not (wanted or watched(q, k, v)):
+    wanted = recorded(q, k, v)
+    if not (wanted or watched(q, k, v)):
         # The operator would cost more than a step of decoding.
         return _run(q, k, v, lists, scale, impl)
-    keys = (None,) * 5 if inverse is None else (inverse.starts, inverse.sizes, inverse.tokens, inverse.firsts, inverse.counts)
+    inverse = lists.invert() if impl == "triton" and wanted else (None,) * 5
     cache = None if lists.cache is None else list(map(int, lists.cache))
-    return _forward(q, k, v, lists.ids, lists.counts, lists.spans, lists.full, *keys, cache, lists.block_size, scale, impl)
+    return _forward(q, k, v, lists.ids, lists.counts, lists.spans, lists.full, *inverse, cache, lists.block_size, scale, impl)
 
 
 def importance(q: Tensor, k: Tensor, lse: Tensor, firsts: Tensor, seen: Tensor, scale: float, impl: str) -> Tensor:
@@ -99,24 +95,13 @@ def pooling(q: Tensor, k: Tensor, bounds: list[int], scale: float, block_size: i
         return [found(q[start:end], k[start:end], scale, block_size, into) for into, start, end in zip(by_block, bounds, bounds[1:])]
 
 
-@lru_cache
-def _implementation(impl: str):
-    """(forward, backward) of an implementation, imported when first chosen."""
-    if impl == "torch":
-        from .eager import torch_tokens_backward, torch_tokens_forward
-
-        return torch_tokens_forward, torch_tokens_backward
-    from .triton.backward import triton_token_backward
-    from .triton.forward import triton_token_forward
-
-    return triton_token_forward, triton_token_backward
-
-
 def _run(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists, scale: float, impl: str) -> tuple[Tensor, Tensor]:
-    if not torch.is_autocast_enabled(q.device.type):
-        return _implementation(impl)[0](q, k, v, lists, scale)
-    with without_autocast(q.device.type):
-        return _implementation(impl)[0](q, k, v, lists, scale)
+    if impl == "triton":
+        from .triton.forward import triton_token_forward as run
+    else:
+        from .eager import torch_tokens_forward as run  # type: ignore[assignment]
+    with on_device(q):
+        return run(q, k, v, lists, scale)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::token_attention", mutates_args=())
@@ -145,8 +130,12 @@ def _backward(
     # All five are given, or none.
     inverse = None if starts is None else KeyLists(starts, sizes, tokens, firsts, key_counts)  # type: ignore[arg-type]
     lists = TokenLists(ids, counts, spans, block_size, full=full)
-    with without_autocast(q.device.type):
-        return _implementation(impl)[1](dout, dlse, q, k, v, out, lse, lists, inverse, scale)
+    if impl == "triton":
+        from .triton.backward import triton_token_backward as run
+    else:
+        from .eager import torch_tokens_backward as run
+    with on_device(q):
+        return run(dout, dlse, q, k, v, out, lse, lists, inverse, scale)  # type: ignore[arg-type]
 
 
 differentiate_by(_backward, _forward, "token_attention")

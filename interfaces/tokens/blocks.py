@@ -6,76 +6,20 @@ gathered one by one, or compacted: copied behind one another, then taken as tile
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ...kernels import BlockLists, PatternFacts, Route, block_sparse_attention, choose_route
+from ...kernels import BlockLists, block_sparse_attention, choose_route
 from ...kernels.attention import check_inputs
 from ...kernels.block_forms import in_range, prefix_mask
 from ...kernels.checks import autocast_inputs, require_bool, resolve_scale
-from ...kernels.operators import NAMESPACE, differentiate_by, on_device, recorded, refuse_transforms, watched
+from ...kernels.operators import on_device, operator, recorded, refuse_transforms
 from ...kernels.routing import SHORTEST_TILE, require_impl
-from .attention import TOKEN_IMPLEMENTATIONS
+from .attention import TOKEN_IMPLEMENTATIONS, choose_token_impl
+from .compacted import compacted_attention, like_results
 
-# Where this many query rows share a list of short blocks, the forward compacts its keys. The backward always does.
+# Where this many query rows share a list of short blocks, or a gradient is wanted, its keys are compacted.
 COMPACTED_ROWS = 512
-# The key blocks of copies, as long as any kernel wants them.
-COPIED = 128
-
-
-class ShortRoute(NamedTuple):
-    """How lists of short key blocks are attended to.
-
-    Attributes:
-        tiles: attends with each block as a tile.
-        copies: attends to compacted keys; None where these cannot be compacted.
-        forward: "gathered", "compacted" or "tiles".
-    """
-
-    tiles: Route
-    copies: Route | None
-    forward: str
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        """As ``Route.run``."""
-        if self.forward == "tiles":
-            return self.tiles.run(q, k, v, blocks, scale, causal)
-        from .triton import compacted, gathered
-
-        if self.forward == "compacted" and self.copies is not None:
-            return compacted.compacted_forward(self.copies, q, k, v, blocks, scale)
-        return gathered.gathered_forward(q, k, v, blocks, scale, causal)
-
-    def run_backward(self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                     blocks: BlockLists, scale: float, causal: bool, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """As ``Route.run_backward``."""
-        if self.copies is None:
-            return self.tiles.run_backward(dout, dlse, q, k, v, out, lse, blocks, scale, causal, deterministic)
-        from .triton.compacted import compacted_backward
-
-        return compacted_backward(self.copies, dout, dlse, q, k, v, out, lse, blocks, scale, deterministic)
-
-
-def short_route(impl: str, q: Tensor, k: Tensor, blocks: BlockLists, causal: bool, deterministic: bool) -> ShortRoute:
-    """The kernels that ``impl`` stands for over key blocks of less than 16 tokens; errors as of ``choose_route``."""
-    (heads, kv_heads), facts = (q.shape[1], k.shape[1]), PatternFacts.of(blocks)
-
-    def routed(name: str, max_kv_length: int) -> Route:
-        return choose_route(name, q.device, q.dtype, q.shape[3], facts._replace(max_kv_length=max_kv_length), heads=heads,
-                            kv_heads=kv_heads, causal=causal, deterministic=deterministic)
-
-    tiles = routed(impl, facts.max_kv_length)
-    if tiles.name not in ("hopper", "triton"):
-        return ShortRoute(tiles, None, "tiles")
-    uniform = isinstance(blocks.q_offsets, int) and isinstance(blocks.kv_offsets, int) and blocks.q_lengths is blocks.kv_lengths is None
-    # Copies know no positions, and parts of equal size need uniform blocks.
-    if causal or not uniform or blocks.capacity < 1:
-        return ShortRoute(tiles, None, "tiles" if tiles.name == "hopper" else "gathered")
-    many = facts.max_q_length * (heads // max(kv_heads, blocks.counts.shape[1])) >= COMPACTED_ROWS
-    name = "hopper" if many and impl == "auto" and routed("auto", COPIED).name == "hopper" else tiles.name
-    return ShortRoute(tiles, routed(name, COPIED), "compacted" if many else "tiles" if name == "hopper" else "gathered")
 
 
 def block_attention(
@@ -83,50 +27,34 @@ def block_attention(
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as ``block_sparse_attention`` describes them, for key blocks of any length. Arguments and errors as there."""
-    plain = not isinstance(blocks, BlockLists) or blocks.max_kv_length >= SHORTEST_TILE or impl not in ("auto", "triton", "hopper")
-    route = None
-    if not plain:
-        require_bool("causal", causal)
+    reading = "tiles"
+    # Copies and gathered keys know no positions, and plain torch has no tiles.
+    if isinstance(blocks, BlockLists) and blocks.max_kv_length < SHORTEST_TILE and impl in ("auto", "triton", "hopper"):
         require_bool("deterministic", deterministic)
         q, k, v = autocast_inputs(q=q, k=k, v=v)
         check_inputs(q, k, v, blocks)
-        # Who watches sees an operator, which asks the GPU when it runs.
-        if not watched(q, k, v):
-            route = short_route(impl, q, k, blocks, causal, deterministic)
-            plain = route.tiles.name == "torch"
-    if plain:
+        if not require_bool("causal", causal):
+            reading = how_read(impl, q, k, blocks, recorded(q, k, v))
+    if reading == "tiles":
         return block_sparse_attention(q, k, v, blocks, scale=scale, causal=causal, return_lse=True, deterministic=deterministic, impl=impl)
     scale = resolve_scale(scale, q.shape[3])
-    if route is not None and not recorded(q, k, v):
-        with on_device(q):
-            return route.run(q, k, v, blocks, scale, causal)
+    if reading == "gathered":
+        return attention_within_blocks(q, k, v, blocks, scale, impl="triton")
     refuse_transforms("block_sparse_attention", q=q, k=k, v=v)
-    return _short(q, k, v, *blocks.to_fields(), scale, causal, deterministic, impl)
+    sizes = blocks.max_q_length, blocks.max_kv_length
+    return compacted_attention(q, k, v, blocks.counts, blocks.indices, *sizes, scale, deterministic, impl)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::short_block_attention", mutates_args=())
-def _short(
-    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None,
-    q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None, max_q_length: int, max_kv_length: int,
-    scale: float, causal: bool, deterministic: bool, impl: str,
-) -> tuple[Tensor, Tensor]:
-    blocks = BlockLists.from_fields(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
-                                    max_kv_length)
-    with on_device(q):
-        return short_route(impl, q, k, blocks, causal, deterministic).run(q, k, v, blocks, scale, causal)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::short_block_attention_backward", mutates_args=())
-def _short_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, counts: Tensor, indices: Tensor,
-    q_offsets: Tensor | None, kv_offsets: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None,
-    max_q_length: int, max_kv_length: int, scale: float, causal: bool, deterministic: bool, impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    blocks = BlockLists.from_fields(counts, indices, q_offsets, kv_offsets, q_lengths, kv_lengths, num_kv_blocks, max_q_length,
-                                    max_kv_length)
-    with on_device(q):
-        route = short_route(impl, q, k, blocks, causal, deterministic)
-        return route.run_backward(dout, dlse, q, k, v, out, lse, blocks, scale, causal, deterministic)
+def how_read(impl: str, q: Tensor, k: Tensor, blocks: BlockLists, differentiable: bool) -> str:
+    """"gathered", "compacted" or "tiles": how the keys of short blocks are read without a causal mask."""
+    rows = blocks.max_q_length * (q.shape[1] // max(k.shape[1], blocks.counts.shape[1]))
+    few = rows < COMPACTED_ROWS and not differentiable and impl != "hopper"
+    if few and choose_token_impl(impl, q.device, q.dtype, q.shape[3]) == "triton":
+        return "gathered"
+    # Copies are made for uniform blocks.
+    uniform = isinstance(blocks.q_offsets, int) and isinstance(blocks.kv_offsets, int) and blocks.q_lengths is blocks.kv_lengths is None
+    wanted = uniform and blocks.capacity and q.numel() and k.numel() and (impl != "auto" or q.device.type != "cpu")
+    return "compacted" if wanted else "tiles"
 
 
 def attention_within_blocks(
@@ -139,8 +67,8 @@ def attention_within_blocks(
         q: ``[B, Hq, Sq, D]``; k and v ``[B, Hkv, Skv, D]``; ``blocks`` as in ``block_sparse_attention``.
         soft_cap: c > 0 caps a scaled score x to c * tanh(x / c); 0 does not.
         mask: bool ``[entries, R, C]``: of its e-th listed block, token u of query block i sees token c where
-            ``mask[first_entry[i] + e, u, c]``.
-        first_entry: int32 ``[Nq]``, with ``mask``; lists shared by batch and heads.
+            ``mask[first_entry[b, h, i] + e, u, c]``.
+        first_entry: int32 in the shape of ``blocks.counts``, with ``mask``.
         listed: ``listed_keys(blocks, Skv)``: of a query block of L tokens with n listed keys, in the order of the list, token u sees the
             first n - L + u + 1.
         packed: that many neighbouring rows of q are one token, seen by several heads; q's block sizes are in rows.
@@ -168,7 +96,7 @@ def listed_keys(blocks: BlockLists, kv_len: int) -> tuple[Tensor, Tensor]:
     return behind - size, size.sum(-1, dtype=torch.int32)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::attention_within_blocks", mutates_args=())
+@operator("attention_within_blocks", like_results)
 def _within_blocks(
     q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None,
     q_lengths: Tensor | None, kv_lengths: Tensor | None, num_kv_blocks: int | None, max_q_length: int, max_kv_length: int,
@@ -181,17 +109,7 @@ def _within_blocks(
         if impl == "triton":
             from .triton.gathered import gathered_forward
 
-            return gathered_forward(q, k, v, blocks, scale, False, soft_cap=soft_cap, mask=mask, first_entry=first_entry, order=order,
-                                    total=total, packed=packed)
+            return gathered_forward(q, k, v, blocks, scale, soft_cap, mask, first_entry, order, total, packed)
         from .eager import torch_within
 
         return torch_within(q, k, v, blocks, scale, soft_cap, mask, first_entry, total, packed)
-
-
-def _fake(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-
-
-_short.register_fake(_fake)
-_within_blocks.register_fake(_fake)
-differentiate_by(_short_backward, _short, "block_sparse_attention")

@@ -63,7 +63,7 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, lists: TokenLists) -> Iterator[tuple
     """(query tokens, rows of k int64 [G, Hkv, n], which of them are seen, bool) of some tokens at a time."""
     tokens, size = q.shape[0], lists.block_size
     capacity = lists.ids.shape[2]
-    if q.device.type == "cpu" and lists.counts is not None and lists.full is None and lists.counts.numel():
+    if q.device.type == "cpu" and lists.counts is not None and lists.counts.numel():
         # Reading it costs nothing where there is no device to wait for.
         capacity = min(capacity, int(lists.counts.max()))
     if not (tokens and k.numel() and capacity > 0):
@@ -101,8 +101,9 @@ def torch_within(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: flo
     batch, heads = q.shape[:2]
     group, dtype = heads // k.shape[1], compute_dtype(q)
     out, lse = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
-    fields = (blocks.counts, blocks.indices, *blocks.q_bounds(q.shape[2]), *blocks.kv_bounds(k.shape[2]))
-    counts, indices, q_starts, q_sizes, kv_starts, kv_sizes = [per_query_head(x, heads, batch).tolist() for x in fields]
+    first_entry = torch.zeros_like(blocks.counts) if first_entry is None else first_entry
+    fields = (blocks.counts, blocks.indices, first_entry, *blocks.q_bounds(q.shape[2]), *blocks.kv_bounds(k.shape[2]))
+    counts, indices, firsts, q_starts, q_sizes, kv_starts, kv_sizes = [per_query_head(x, heads, batch).tolist() for x in fields]
     for b in range(batch):
         for h in range(heads):
             for i, count in enumerate(counts[b][h]):
@@ -119,8 +120,7 @@ def torch_within(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: flo
                     scores = soft_cap * torch.tanh(scores / soft_cap)
                 visible = torch.ones(tokens, len(key), dtype=torch.bool, device=q.device)
                 if mask is not None:
-                    assert first_entry is not None
-                    visible = torch.cat([mask[first_entry[i] + e, :tokens, :sizes[x]] for e, x in entries], 1)
+                    visible = torch.cat([mask[firsts[b][h][i] + e, :tokens, :sizes[x]] for e, x in entries], 1)
                 if total is not None:
                     visible = visible.tril(len(key) - tokens)
                 visible = visible.repeat_interleave(packed, 0)

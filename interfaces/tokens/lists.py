@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.block_forms import prefix_mask
 from ...kernels.checks import INTEGERS, check_tensor
 
 
-@dataclass(frozen=True, eq=False)
-class KeyLists:
+class KeyLists(NamedTuple):
     """For every key block and key/value head, the query tokens that attend to it. Made by the backward pass of the Triton kernels."""
 
     starts: Tensor   # int32 [Nk], first row of a key block
@@ -44,8 +44,7 @@ class TokenLists:
         spans: int32 ``[T, 3]``: (origin, low, high). Block n of the token holds the keys n * block_size up to (n + 1) * block_size from row
             ``origin`` on; of these the token sees the ones from ``low`` up to ``high``, both counted from the origin.
         block_size: tokens of a key block.
-        full: int32 ``[T, Hkv]``: of the entries that count so many stand at the front, of blocks that the token sees wholly, and the
-            others at the back. None where nothing is known of them.
+        full: int32 ``[T, Hkv]``: the first so many entries are blocks that the token sees wholly. None where nothing is known of them.
         cache: where given, ``spans`` is instead int32 or int64 ``[T]``, the keys of each token's own padded cache.
         packed: where the sequences lie, which ``invert`` wants to know; None where there is no gradient.
         mask: what the lists were made of by kernels, which invert that instead.
@@ -62,13 +61,9 @@ class TokenLists:
 
     def used(self) -> Tensor:
         """bool as ids: which entries count."""
-        capacity = self.ids.shape[2]
-        slot = torch.arange(capacity, device=self.ids.device)
         if self.counts is None:
             return torch.ones_like(self.ids, dtype=torch.bool)
-        if self.full is None:
-            return slot < self.counts[..., None]
-        return (slot < self.full[..., None]) | (slot >= capacity - (self.counts - self.full)[..., None])
+        return prefix_mask(self.counts, self.ids.shape[2])
 
     def token_spans(self) -> Tensor:
         """``spans`` in its full form, int32 [T, 3]."""
@@ -83,10 +78,7 @@ class TokenLists:
         """The way back. Sorts all entries by key block; the sort is stable, so tokens stay in order."""
         assert self.packed is not None, "no gradient through these lists"
         if self.mask is not None:
-            from .triton.lists import key_tokens
-
-            _, starts, sizes = self.packed.key_blocks(self.block_size, per_sequence=self.mask.shape[3])
-            return KeyLists(starts, sizes, *key_tokens(self.mask, self.packed.cu_q, self.block_size))
+            return self._inverted_mask(self.packed, self.mask)
         ids = self.ids
         tokens, heads, capacity = ids.shape
         firsts, starts, sizes = self.packed.key_blocks(self.block_size)
@@ -98,6 +90,21 @@ class TokenLists:
         bounds = torch.searchsorted(keys, rows + torch.arange(number + 1, device=ids.device))
         entries = order % max(tokens * capacity, 1) // max(capacity, 1)
         return KeyLists(starts, sizes, entries.int(), bounds[:, :-1].contiguous(), bounds.diff(dim=1).int())
+
+    def _inverted_mask(self, packed: Packed, mask: Tensor) -> KeyLists:
+        """Every sequence has the mask's number of key blocks, full or not."""
+        from .triton.lists import row_lists
+
+        (longest, number), (cu_q, cu_k) = mask.shape[2:], (packed.cu_q.long(), packed.cu_k.long())
+        block = torch.arange(packed.sequences * number, device=mask.device)
+        sequence, first = block // number, block % number * self.block_size
+        starts, sizes = cu_k[sequence] + first, (cu_k.diff()[sequence] - first).clamp(0, self.block_size)
+        # A block is seen by the tokens from its own first one on.
+        begins = sequence * mask.stride(0) + block % number * mask.stride(3)
+        rows = torch.stack([begins, first, cu_q.diff()[sequence].clamp(max=longest), cu_q[sequence]], 1)
+        tokens, counts = row_lists(mask[:, :, :, 0], rows)
+        firsts = torch.arange(counts.numel(), device=mask.device).view(counts.shape) * longest
+        return KeyLists(starts.int(), sizes.int(), tokens.flatten(), firsts.T.contiguous(), counts.T.contiguous())
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,20 +155,13 @@ class Packed:
         low = torch.zeros_like(high) if window is None else (place + 1 - window).clamp(min=0)
         return torch.stack([origin, low, high], 1).int()
 
-    def key_blocks(self, block_size: int, per_sequence: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(first key block of each sequence int64 [B], starts int32 [Nk], sizes int32 [Nk]).
-
-        With ``per_sequence`` every sequence has so many blocks, full or not; else just as many as it fills, and spare ones at the end.
-        """
-        device, cu = self.cu_k.device, self.cu_k.long().clamp(0, self.k_tokens)
+    def key_blocks(self, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(first key block of each sequence int64 [B], starts int32 [Nk], sizes int32 [Nk]): just as many blocks as the sequences fill, and
+        spare ones at the end."""
+        cu = self.cu_k.long().clamp(0, self.k_tokens)
         lengths = cu.diff().clamp(min=0)
-        if per_sequence is None:
-            ends = ((lengths + block_size - 1) // block_size).cumsum(0)
-            number = self.k_tokens // block_size + self.sequences
-        else:
-            ends = (torch.arange(self.sequences, device=device) + 1) * per_sequence
-            number = self.sequences * per_sequence
-        block = torch.arange(number, device=device)
+        ends = ((lengths + block_size - 1) // block_size).cumsum(0)
+        block = torch.arange(self.k_tokens // block_size + self.sequences, device=cu.device)
         sequence = torch.searchsorted(ends, block, right=True)
         known = sequence < self.sequences
         sequence = sequence.clamp(max=self.sequences - 1)
@@ -175,23 +175,20 @@ def lists_from_ids(ids: Tensor, counts: Tensor | None, packed: Packed, spans: Te
     """TokenLists from block ids ``[T, Hkv, S]`` of any integer dtype and any values, unsorted.
 
     Ids below 0, past the token's span or at a slot from ``counts`` [T, Hkv] on are left out, and an id that is repeated counts once.
-    Does not synchronise. ``impl`` is "triton" or "torch", as the attention's; it changes nothing but speed.
+    Does not synchronise. ``impl`` is "triton" or "torch", as the attention's; the first takes blocks that a token sees wholly as tiles.
     """
-    if impl == "triton":
-        from .triton.lists import chosen_blocks
-
-        ids, counts, full = chosen_blocks(ids.contiguous(), None if counts is None else counts.contiguous(), spans, block_size)
-        return TokenLists(ids, counts, spans, block_size, full, packed=packed)
+    low, high = spans[:, 1:, None, None].unbind(1)
     nowhere = torch.iinfo(torch.int32).max
-    blocks = (spans[:, 2] + (block_size - 1)) // block_size
-    known = (ids >= 0) & (ids < blocks[:, None, None])
+    known = (ids >= 0) & (ids < (high + (block_size - 1)) // block_size)
     if counts is not None:
-        known &= torch.arange(ids.shape[2], device=ids.device) < counts[..., None]
+        known &= prefix_mask(counts, ids.shape[2])
     ids = ids.where(known, nowhere).int().sort(-1).values
-    counts = (ids != nowhere).sum(-1, dtype=torch.int32)
-    repeated = torch.zeros_like(ids, dtype=torch.bool)
-    repeated[..., 1:] = ids[..., 1:] == ids[..., :-1]
-    return TokenLists(ids.masked_fill(repeated, -1), counts, spans, block_size, packed=packed)
+    once = ids != nowhere
+    once[..., 1:] &= ids[..., 1:] != ids[..., :-1]
+    whole = once & (ids * block_size >= low) & (ids * block_size <= high - block_size)
+    order = (once.byte() + whole.byte()).argsort(dim=-1, descending=True, stable=True)
+    full = whole.sum(-1, dtype=torch.int32) if impl == "triton" else None
+    return TokenLists(ids.gather(-1, order), once.sum(-1, dtype=torch.int32), spans, block_size, full, packed=packed)
 
 
 def lists_from_mask(mask: Tensor, packed: Packed, spans: Tensor, block_size: int, impl: str) -> TokenLists:
@@ -200,13 +197,19 @@ def lists_from_mask(mask: Tensor, packed: Packed, spans: Tensor, block_size: int
     Tokens past L attend to nothing. Takes 4 bytes for each entry of the mask, and as much again for a gradient. Does not synchronise.
     ``impl`` is "triton" or "torch", as the attention's; it changes nothing but speed.
     """
-    if impl == "triton":
-        from .triton.lists import token_blocks
-
-        ids, counts, full = token_blocks(mask, packed.cu_q, packed.q_tokens, block_size)
-        return TokenLists(ids, counts, spans, block_size, full, packed=packed, mask=mask)
     sequence, position, inside = packed.places()
     inside = inside & (position < mask.shape[2])
+    if impl == "triton":
+        from .triton.lists import row_lists
+
+        own, nothing = position // block_size, torch.zeros_like(position)
+        end = (own + 1).clamp(max=mask.shape[3]).where(inside, 0)
+        start = sequence * mask.stride(0) + position * mask.stride(2)
+        ids, counts = row_lists(mask[:, :, 0], torch.stack([start, nothing, end, nothing], 1))
+        # A token sees its own block, which is the last of a list, up to itself.
+        last = ids.gather(2, (counts - 1).clamp(min=0)[..., None].long())[..., 0]
+        full = counts - ((last == own[:, None]) & (counts > 0)).int()
+        return TokenLists(ids, counts, spans, block_size, full, packed=packed, mask=mask)
     rows = mask[sequence, :, position.clamp(0, max(mask.shape[2] - 1, 0))] & inside[:, None, None]
     rows = rows & (torch.arange(mask.shape[3], device=mask.device) * block_size < spans[:, 2:, None])
     return TokenLists(*_sorted_rows(rows), spans, block_size, packed=packed)
@@ -215,9 +218,9 @@ def lists_from_mask(mask: Tensor, packed: Packed, spans: Tensor, block_size: int
 def lists_from_rows(mask: Tensor, lengths: Tensor, cache: PaddedCache, block_size: int, impl: str) -> TokenLists:
     """TokenLists without a gradient from a bool mask ``[T, Hkv, N]``: a row and a cache for every token. Does not synchronise."""
     if impl == "triton":
-        from .triton.lists import row_blocks
+        from .triton.lists import row_lists
 
-        return TokenLists(*row_blocks(mask), lengths, block_size, cache=cache)
+        return TokenLists(*row_lists(mask), lengths, block_size, cache=cache)
     return TokenLists(*_sorted_rows(mask), lengths, block_size, cache=cache)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import BlockLists
-from ..cudnn_package import slot_of
+from .package import slot_of
 from .slots import SlotLists, slot_lists
 
 

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..moves import Move
-
 if TYPE_CHECKING:
-    from ..prologue.projection import Deferred
+    from ..prologue.projection import Deferred, Move
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:

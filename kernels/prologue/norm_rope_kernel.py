@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import launch, power_of_2
-from .projection import Projection
 
 # Numbers that a program takes at once, over tokens, heads and channels, and of them heads: those of a token often share their angles. On an
 # H200, in the sequence's order, half as many took 0.8 to 1.0 of the time, twice as many 1.0 to 1.2, other heads and warps as long.
@@ -126,21 +125,21 @@ def _rstd_kernel(x, rstd, x_batch, x_head, x_row, heads, tokens, eps, ROWS: tl.c
     tl.store(rstd + batch * tokens + token, tl.rsqrt(tl.sum(total, 1) / (heads * DIM) + eps), mask=token < tokens)
 
 
-def materialize(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor, Tensor, int] | None = None) -> None:
-    """Writes what ``projection`` stands for to ``out``, whose last stride is 1: ``[B, H, S, D]``, or ``[B, G, H / G, S, D]``, the heads in
-    groups.
+def materialize(x: Tensor, out: Tensor, weight: Tensor | None, rstd: Tensor | None, eps: float, casts: bool,
+                angles: tuple[Tensor, Tensor] | None, order: tuple[Tensor, Tensor, Tensor, int] | None = None) -> None:
+    """Writes x with norm and RoPE, as ``Projection`` has them, to ``out``.
 
-    ``order``: source, offsets and means of ``Deferred.gather_blocks``, and the number of the projection's first token. ``out`` is then all
-    of the new order, of which only the blocks with this projection's tokens are written, and so are the means.
+    Args:
+        out: ``[B, H, S, D]``, or ``[B, G, H / G, S, D]``, the heads in groups; its last stride is 1.
+        weight, rstd, eps, casts: of the ``RMSNorm``; without a weight there is no norm.
+        order: source, offsets and means of ``Deferred.gather_blocks``, and the number of x's first token. ``out`` is then all of the new
+            order, of which only the blocks with x's tokens are written, and so are the means.
     """
-    x, norm = projection.x, projection.norm
     if not x.numel():
         return
     x = x if x.stride(-1) == 1 else x.contiguous()
-    weight = rstd = None
-    if norm is not None:
-        weight, rstd = norm.weight.contiguous(), None if norm.rstd is None else norm.rstd.contiguous()
-    cos, sin = projection.angles or (None, None)
+    weight, rstd = (None if given is None else given.contiguous() for given in (weight, rstd))
+    cos, sin = angles or (None, None)
     if cos is not None and sin is not None and (cos.stride() != sin.stride() or cos.stride(-1) != 1):
         cos, sin = cos.contiguous(), sin.contiguous()
     source, offsets, means, begin = order or (None, None, None, 0)
@@ -157,7 +156,6 @@ def materialize(projection: Projection, out: Tensor, order: tuple[Tensor, Tensor
     blocks, mean_blocks = (-(-tokens // rows), 0) if offsets is None or means is None else (len(offsets) - 1, means.shape[2])
     # Where nothing is there, nothing is read, and any pointer stands for it.
     tensors = [x if given is None else given for given in (x, out, weight, rstd, cos, sin, source, offsets, means)]
-    eps, casts = (0.0, False) if norm is None else (float(norm.eps), norm.casts_before_weight)
     launch(_rotary_kernel, (blocks * -(-heads // together), batch, 1), tensors,
            (*x.stride()[:3], *into, dim if weight is not None and weight.dim() == 2 else 0, *strides, heads, tokens, begin, mean_blocks,
             eps),

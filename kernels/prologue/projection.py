@@ -1,13 +1,36 @@
-"""q, k or v as projections leave them, and what is still to be done: RMS norm, rotary embedding, streams joined, order of blocks."""
+"""q, k or v as projections leave them, and the work still to be done: RMS norm, rotary embedding, streams joined, order of blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..moves import new_tokens
+
+class Move(NamedTuple):
+    """An order of blocks.
+
+    Attributes:
+        source: int64 ``[P]``, the token that each place of the order takes; -1 = zeros.
+        offsets: int32 ``[T + 1]``: block i owns the places from ``offsets[i]`` up to ``offsets[i + 1]``; together they own all P.
+        mean_blocks: of the first so many blocks means are wanted.
+    """
+
+    source: Tensor
+    offsets: Tensor
+    mean_blocks: int
+
+
+def new_tokens(x: Tensor, tokens: int) -> Tensor:
+    """Uninitialised ``[B, H, tokens, D]`` in x's memory order: where x's heads lie closer together than its tokens, as projections leave
+    them, so do those of the result."""
+    batch, heads, _, dim = x.shape
+    if x.stride(1) < x.stride(2):
+        row = heads * dim
+        return x.new_empty_strided((batch, heads, tokens, dim), (tokens * row, dim, row, 1))
+    return x.new_empty(batch, heads, tokens, dim)
 
 
 @dataclass(frozen=True)
@@ -61,6 +84,15 @@ class Projection:
             angles = cos, sin
         return Projection(self.x[:, heads, tokens], norm, angles)
 
+    def write(self, out: Tensor, order: tuple[Tensor, Tensor, Tensor, int] | None = None) -> None:
+        """Writes the tensor that it stands for to ``out``; ``norm_rope_kernel.materialize`` says how ``out`` and ``order`` look."""
+        from .norm_rope_kernel import materialize
+
+        norm = self.norm
+        weight, rstd = (None, None) if norm is None else (norm.weight, norm.rstd)
+        eps, casts = (0.0, False) if norm is None else (float(norm.eps), norm.casts_before_weight)
+        materialize(self.x, out, weight, rstd, eps, casts, self.angles, order)
+
 
 @dataclass(frozen=True)
 class Deferred:
@@ -106,11 +138,9 @@ class Deferred:
 
     def write(self, out: Tensor) -> None:
         """Writes the tensor to ``out``, ``[B, H, S, D]`` or ``[B, G, H / G, S, D]``, of any strides but the last, which is 1."""
-        from .norm_rope_kernel import materialize
-
         first = 0
         for projection, length in zip(self.projections, self.lengths):
-            materialize(projection, out.narrow(-2, first, length))
+            projection.write(out.narrow(-2, first, length))
             first += length
 
     def part(self, first: int, tokens: int, heads: slice = slice(None)) -> Deferred:
@@ -128,14 +158,12 @@ class Deferred:
 
         A block's tokens must all come from one projection, and its first place must not be zeros.
         """
-        from .norm_rope_kernel import materialize
-
         batch, heads, _, dim = self.shape
         out = new_tokens(self._first, len(source))
         means = self._first.new_empty(batch, heads, mean_blocks, dim, dtype=torch.float32)
         first = 0
         for projection, length in zip(self.projections, self.lengths):
-            materialize(projection, out, (source, offsets, means, first))
+            projection.write(out, (source, offsets, means, first))
             first += length
         return out, means
 

@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import launch, power_of_2
-from ..moves import Move, new_tokens
-from .projection import Deferred
+from .projection import Deferred, Move, new_tokens
 
 # Rows that a program moves at once, and its warps. On an H200 16 to 64 rows with 4 or 8 warps all run at 3.6 to 3.7 TB/s.
 ROWS = 32

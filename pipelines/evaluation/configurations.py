@@ -16,7 +16,7 @@ from ssta.kernels.routing import IMPLEMENTATIONS
 
 from ..patch.apply import SSTAHandle, apply_ssta, transformers_of
 from ..patch.context import having
-from ..patch.family import family_of, preset_names, preset_settings
+from ..patch.register import family_of, preset_names, preset_settings
 from ..schedule.changes import changed
 from ..schedule.presets import OWN_PRESETS, PRESETS
 from ..schedule.schedule import Schedule

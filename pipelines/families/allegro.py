@@ -9,10 +9,10 @@ from diffusers.models.attention_processor import AllegroAttnProcessor2_0
 from torch import Tensor, nn
 
 from ..patch.canvas import from_bcfhw
-from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
-from ..patch.rope import apply_rope_of_halves
-from ..ranks.split import Split, gathered, split
+from ..patch.streams import apply_rope_of_halves
+from ..ranks.split import gathered, split
+from ..terms import Family, Split, stack_sites
 
 # For each axis a table of cosines and one of sines, ``[positions, D / 3]``; and for each axis every token's position, ``[1, t*h*w]``.
 RotaryEmb = tuple[tuple[tuple[Tensor, Tensor], ...], tuple[Tensor, ...]]
@@ -32,7 +32,7 @@ class AllegroSSTAProcessor(SSTAProcessor):
     ) -> Tensor:
         """hidden_states ``[B, t*h*w, C]``; the pipeline gives no mask."""
         turned = None if image_rotary_emb is None else partial(self._turned, image_rotary_emb)
-        return self.self_attention(attn, hidden_states, self.around(hidden_states.shape[1]), attention_mask, turned=turned)
+        return self.self_attention(attn, hidden_states, self.video_alone(hidden_states.shape[1]), attention_mask, turned=turned)
 
     def _turned(self, image_rotary_emb: RotaryEmb, x: Tensor) -> Tensor:
         tables, positions = image_rotary_emb

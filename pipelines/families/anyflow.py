@@ -9,9 +9,9 @@ from diffusers.models.transformers.transformer_anyflow import AnyFlowAttnProcess
 from torch import Tensor
 
 from ..patch.canvas import from_bfchw
-from ..patch.family import Family, stack_sites
 from ..ranks.after_gather import shared_gradients
-from ..ranks.split import Split, gathered, split
+from ..ranks.split import gathered, split
+from ..terms import Family, Split, stack_sites
 from .wan_attention import WanSSTAProcessor
 
 

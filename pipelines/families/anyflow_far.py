@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 from ssta import DenseRun, TokenLayout, VideoGrid
 
 from ..patch.canvas import from_bfchw
-from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
+from ..terms import Family, stack_sites
 
 _STOCK = AnyFlowCausalAttnProcessor()
 
@@ -38,7 +38,7 @@ class AnyFlowFARSSTAProcessor(SSTAProcessor):
         are complex, ``[1, 1, S, D / 2]``."""
         if kv_cache is None or kv_cache_flag is None or kv_cache_flag["is_cache_step"]:
             return _STOCK(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, kv_cache, kv_cache_flag)
-        layout = self.around(hidden_states.shape[1])
+        layout = self.video_alone(hidden_states.shape[1])
         compressed, full = kv_cache_flag["num_cached_compressed_tokens"], kv_cache_flag["num_cached_full_tokens"]
         # The stock processor fills up its queries to blocks of 128, and the keys alike, without a mask: all look at these zeros too.
         zeros = -hidden_states.shape[1] % 128

@@ -9,11 +9,10 @@ from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0, Fuse
 from torch import Tensor, nn
 
 from ..patch.canvas import from_bfchw
-from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
-from ..patch.rope import apply_rope
-from ..patch.streams import fused
-from ..ranks.split import Split, gathered, split
+from ..patch.streams import apply_rope, fused
+from ..ranks.split import gathered, split
+from ..terms import Family, Split, stack_sites
 
 
 class CogVideoXSSTAProcessor(SSTAProcessor):
@@ -29,7 +28,7 @@ class CogVideoXSSTAProcessor(SSTAProcessor):
     ) -> tuple[Tensor, Tensor]:
         """hidden_states ``[B, t*h*w, C]``, encoder_hidden_states ``[B, L, C]``; the pipelines give no mask."""
         text_len = encoder_hidden_states.shape[1]
-        layout = self.around(text_len + hidden_states.shape[1], before=text_len)
+        layout = self.video_after(text_len + hidden_states.shape[1], text_len)
         # Both angles of a pair are given, and are the same.
         angles = None if image_rotary_emb is None else tuple(of[:, None, 0::2] for of in image_rotary_emb)
 

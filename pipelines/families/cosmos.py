@@ -8,11 +8,11 @@ from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor
 from torch import Tensor, nn
 
 from ..patch.canvas import from_bcfhw
-from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
-from ..patch.rope import apply_rope_of_halves
+from ..patch.streams import apply_rope_of_halves
 from ..ranks.after_gather import shared_gradients
-from ..ranks.split import Split, gathered, split, split_outputs
+from ..ranks.split import gathered, split, split_outputs
+from ..terms import Family, Split, stack_sites
 
 
 class CosmosSSTAProcessor(SSTAProcessor):
@@ -33,7 +33,7 @@ class CosmosSSTAProcessor(SSTAProcessor):
             # The angles of both halves are the same.
             return apply_rope_of_halves(x, *(of[:, None, :x.shape[-1] // 2] for of in image_rotary_emb))
 
-        return self.self_attention(attn, hidden_states, self.around(hidden_states.shape[1]), attention_mask, turned=turned)
+        return self.self_attention(attn, hidden_states, self.video_alone(hidden_states.shape[1]), attention_mask, turned=turned)
 
 
 _SITES = partial(stack_sites, stack="transformer_blocks", attention="attn1", stock=CosmosAttnProcessor2_0, replacement=CosmosSSTAProcessor)

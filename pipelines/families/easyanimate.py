@@ -7,8 +7,8 @@ from functools import partial
 from diffusers.models.transformers.transformer_easyanimate import EasyAnimateAttnProcessor2_0
 
 from ..patch.canvas import from_bcfhw
-from ..patch.family import Family, stack_sites
-from ..ranks.split import Split, gathered, split, split_outputs
+from ..ranks.split import gathered, split, split_outputs
+from ..terms import Family, Split, stack_sites
 from .joint import JointSSTAProcessor
 
 # The model's own order, [text | video], is another one of the same tokens.

@@ -9,12 +9,11 @@ from diffusers.models.transformers.transformer_helios import HeliosAttnProcessor
 from torch import Tensor, nn
 
 from ..patch.canvas import from_bcfhw, histories_before
-from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
-from ..patch.rope import apply_rope
-from ..patch.streams import fusible
+from ..patch.streams import apply_rope, fusible
 from ..ranks.after_gather import shared_gradients
-from ..ranks.split import Arguments, Call, Hooks, Split, gathered, split
+from ..ranks.split import gathered, split
+from ..terms import Arguments, Call, Family, Hooks, Split, stack_sites
 
 
 class HeliosSSTAProcessor(SSTAProcessor):
@@ -34,7 +33,7 @@ class HeliosSSTAProcessor(SSTAProcessor):
         """hidden_states ``[B, histories + t*h*w, C]``, rotary_emb ``[B, histories + t*h*w, 2 * D]``, cosines and then sines, of both
         channels of a pair; original_context_length is t*h*w. On several ranks all are those of its part
         of the sequence."""
-        layout = self.around(hidden_states.shape[1], before=self.context.call.before)
+        layout = self.video_alone(hidden_states.shape[1])
 
         def turned(x: Tensor) -> Tensor:
             return x if rotary_emb is None else apply_rope(x, *rotary_emb[..., None, ::2].chunk(2, dim=-1))

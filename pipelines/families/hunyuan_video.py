@@ -10,8 +10,8 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from torch import nn
 
 from ..patch.canvas import from_bcfhw
-from ..patch.family import Family, stack_sites
-from ..ranks.split import Call, Hooks, Split, gathered, split, split_outputs
+from ..ranks.split import gathered, split, split_outputs
+from ..terms import Call, Family, Hooks, Split, stack_sites
 from .joint import JointSSTAProcessor
 
 # Blocks with two streams, and those with one.

@@ -9,9 +9,9 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVid
 from ssta import SSTAConfig
 
 from ..patch.canvas import from_bcfhw
-from ..patch.family import Family, stack_sites
-from ..ranks.split import Split, gathered, split_outputs
+from ..ranks.split import gathered, split_outputs
 from ..schedule.schedule import Schedule
+from ..terms import Family, Split, stack_sites
 from .joint import JointSSTAProcessor
 
 

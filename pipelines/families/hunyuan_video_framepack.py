@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from ssta import VideoGrid
 
-from ..patch.call import Ranks
 from ..patch.canvas import from_bcfhw, histories_before
-from ..patch.family import Family
-from ..ranks.split import Call, Hooks, Split, gathered
+from ..ranks.split import gathered
+from ..terms import Call, Family, Hooks, Ranks, Split
 from .hunyuan_video import two_stacks
 
 

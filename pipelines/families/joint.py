@@ -35,7 +35,7 @@ class JointSSTAProcessor(SSTAProcessor):
         ``[B, 1, 1, t*h*w + L]`` over all keys, or the same of batch 1; nonzero = valid."""
         video_len = hidden_states.shape[1]
         after = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
-        layout = self.around(video_len + after, before=self.context.call.before, after=after)
+        layout = self.video_then(video_len + after, after)
         valid, order = None, None
         if attention_mask is not None and layout.dense:
             # Over the whole sequence, of which `hidden_states` may be a rank's share.

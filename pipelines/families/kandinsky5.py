@@ -10,11 +10,11 @@ from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnPr
 from torch import Tensor, nn
 
 from ..patch.canvas import from_bfhwc
-from ..patch.family import Family, Site, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.streams import Stream, later
 from ..ranks.after_gather import shared_gradients
-from ..ranks.split import Split, gathered, split
+from ..ranks.split import gathered, split
+from ..terms import Family, Site, Split, stack_sites
 
 
 class Kandinsky5SSTAProcessor(SSTAProcessor):
@@ -31,7 +31,7 @@ class Kandinsky5SSTAProcessor(SSTAProcessor):
         """hidden_states ``[B, t*h*w, C]``, rotary_emb ``[B, t*h*w, 1, D / 2, 2, 2]``."""
         if sparse_params is not None:
             raise ValueError("sparse_params must be None under SSTA, which is a sparsity of its own; call remove_ssta to use the model's")
-        layout = self.around(hidden_states.shape[1])
+        layout = self.video_alone(hidden_states.shape[1])
 
         turned = None if rotary_emb is None else partial(_rotated, rotary_emb)
         query, key, value = self.joined(

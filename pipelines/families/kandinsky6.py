@@ -8,10 +8,10 @@ from diffusers.models.transformers.transformer_kandinsky6 import Kandinsky6AttnP
 from torch import Tensor, nn
 
 from ..patch.canvas import from_bfhwc
-from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.streams import Stream, later
-from ..ranks.split import CROSS_LENGTHS, Call, Hooks, Split, gathered, split
+from ..ranks.split import CROSS_LENGTHS, gathered, split
+from ..terms import Call, Family, Hooks, Split, stack_sites
 
 
 class Kandinsky6SSTAProcessor(SSTAProcessor):
@@ -30,7 +30,7 @@ class Kandinsky6SSTAProcessor(SSTAProcessor):
         mask. A reference frame behind the video is one more frame of the canvas."""
         if attn_mask is not None:
             raise ValueError(f"attn_mask must be None under SSTA, got shape {tuple(attn_mask.shape)}")
-        layout = self.around(hidden_states.shape[1])
+        layout = self.video_alone(hidden_states.shape[1])
         angles = None if rotary_emb is None else (rotary_emb[..., 0, 0], rotary_emb[..., 1, 0])
         query, key, value = self.joined(
             [Stream(later(attn.to_query, hidden_states), attn.query_norm, angles)],

@@ -8,9 +8,9 @@ from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from torch import Tensor, nn
 
 from ..patch.canvas import from_numbers
-from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
-from ..ranks.split import Arguments, Split, gathered, split, split_outputs
+from ..ranks.split import gathered, split, split_outputs
+from ..terms import Arguments, Family, Split, stack_sites
 
 
 class LTXVideoSSTAProcessor(SSTAProcessor):
@@ -27,7 +27,7 @@ class LTXVideoSSTAProcessor(SSTAProcessor):
         """hidden_states ``[B, conditions + t*h*w, C]``; a self-attention is called without a mask."""
         # Every head has channels of the angles for itself.
         angles = None if image_rotary_emb is None else tuple(of.unflatten(2, (attn.heads, -1)) for of in image_rotary_emb)
-        layout = self.around(hidden_states.shape[1], before=None)
+        layout = self.video_after(hidden_states.shape[1])
         return self.self_attention(attn, hidden_states, layout, attention_mask, angles=angles, across_heads=True)
 
 

@@ -15,10 +15,10 @@ from diffusers.models.transformers.transformer_ltx2 import (
 from torch import Tensor, nn
 
 from ..patch.canvas import from_numbers, memory_before
-from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
 from ..patch.streams import Stream, later
-from ..ranks.split import CROSS_LENGTHS, Split, SplitPlan, gathered, split, split_outputs
+from ..ranks.split import CROSS_LENGTHS, gathered, split, split_outputs
+from ..terms import Family, Split, SplitPlan, stack_sites
 from .ltx import tokens_given
 
 ROPE = {"interleaved": apply_interleaved_rotary_emb, "split": apply_split_rotary_emb}
@@ -58,7 +58,7 @@ class LTX2SSTAProcessor(SSTAProcessor):
         if attention_mask is not None:
             raise ValueError(f"video_self_attention_mask must be None under SSTA, got shape {tuple(attention_mask.shape)}; "
                              "call remove_ssta for pipelines that need it")
-        layout = self.around(hidden_states.shape[1], before=self.context.call.before, after=None)
+        layout = self.video_then(hidden_states.shape[1])
 
         def turned(x: Tensor) -> Tensor:
             return x if rotary_emb is None else ROPE[attn.rope_type](x.flatten(2), rotary_emb).unflatten(2, (attn.heads, -1))

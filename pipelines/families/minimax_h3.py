@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ssta import DenseRun
 
-from ..patch.branched import BranchedProcessor
 from ..patch.canvas import from_coordinates
-from ..patch.family import Family, stack_sites
 from ..patch.streams import fusible
-from ..ranks.split import Arguments, Split, stock_plan
+from ..ranks.split import stock_plan
+from ..terms import Arguments, Family, Split, stack_sites
+from .trained.branched import BranchedProcessor
 
 
 class MiniMaxH3SSTAProcessor(BranchedProcessor):
@@ -32,7 +32,7 @@ class MiniMaxH3SSTAProcessor(BranchedProcessor):
     ) -> Tensor:
         """hidden_states ``[B, others + t*h*w, C]``; the model gives no mask."""
         turned = None if rotary_emb is None else partial(_rotated, rotary_emb)
-        return self.self_attention(attn, hidden_states, self.around(hidden_states.shape[1], before=None), attention_mask, turned=turned)
+        return self.self_attention(attn, hidden_states, self.video_after(hidden_states.shape[1]), attention_mask, turned=turned)
 
 
 def _rotated(angles: tuple[Tensor, Tensor], x: Tensor) -> Tensor:

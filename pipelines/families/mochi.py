@@ -8,9 +8,9 @@ from diffusers.models.attention_processor import MochiAttnProcessor2_0
 from diffusers.models.normalization import MochiRMSNorm
 
 from ..patch.canvas import from_bcfhw
-from ..patch.family import Family, stack_sites
 from ..patch.processor import SSTAProcessor
-from ..ranks.split import Split, gathered, split, split_outputs
+from ..ranks.split import gathered, split, split_outputs
+from ..terms import Family, Split, stack_sites
 from .joint import JointSSTAProcessor
 
 

@@ -8,11 +8,11 @@ from itertools import islice
 from diffusers.models.transformers.transformer_motif_video import MotifVideoAttnProcessor2_0
 from torch import nn
 
-from ssta import DenseRun, TokenLayout, VideoGrid
+from ssta import TokenLayout, VideoGrid
 
 from ..patch.canvas import from_bcfhw
-from ..patch.family import Family, Site, stack_sites
-from ..ranks.split import Split, SplitPlan, gathered, split, split_outputs
+from ..ranks.split import gathered, split, split_outputs
+from ..terms import Family, Site, Split, SplitPlan, stack_sites
 from .joint import JointSSTAProcessor
 
 
@@ -25,10 +25,10 @@ class MotifVideoSSTAProcessor(JointSSTAProcessor):
 class MotifVideoDecoderSSTAProcessor(JointSSTAProcessor):
     """What stands in the conditions' place is a second video of the same canvas, split over ranks by itself."""
 
-    def around(self, tokens: int, *, before: int | tuple[VideoGrid | DenseRun, ...] | None = 0, after: int | None = 0) -> TokenLayout:
-        grid = super().around(tokens - after).segments[0]
-        self.canvas(after)
-        return TokenLayout((grid, grid))
+    def video_then(self, tokens: int, conditions: int | None = None) -> TokenLayout:
+        assert conditions is not None
+        first, second = (self.canvas(length) for length in (tokens - conditions, conditions))
+        return TokenLayout((VideoGrid(*first), VideoGrid(*second)))
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ssta import DenseRun, TokenLayout, VideoGrid
 
 from ..patch.canvas import from_frames
-from ..patch.family import Family, stack_sites
+from ..terms import Family, stack_sites
 from .ltx2 import ROPE, LTX2SSTAProcessor
 
 
@@ -33,7 +33,7 @@ class SanaWMRefinerSSTAProcessor(LTX2SSTAProcessor):
         kv_cache_mode: str | None = None,
     ) -> Tensor:
         """hidden_states ``[B, t*h*w, C]``; what is kept is ``[B, S, C]``, the sink's keys without RoPE."""
-        layout, turned = self.around(hidden_states.shape[1]), partial(ROPE[attn.rope_type], freqs=query_rotary_emb)
+        layout, turned = self.video_alone(hidden_states.shape[1]), partial(ROPE[attn.rope_type], freqs=query_rotary_emb)
         query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states)), attn.to_v(hidden_states)
         if kv_cache is not None and kv_cache_mode == "capture_pre_rope":
             kv_cache.store_captured_pre_rope(key.detach().clone(), value.detach().clone())

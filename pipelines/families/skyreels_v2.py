@@ -7,9 +7,9 @@ from functools import partial
 from diffusers.models.transformers.transformer_skyreels_v2 import SkyReelsV2AttnProcessor
 
 from ..patch.canvas import from_bcfhw
-from ..patch.family import Family, stack_sites
 from ..ranks.after_gather import shared_gradients
-from ..ranks.split import Split, gathered, split, split_outputs
+from ..ranks.split import gathered, split, split_outputs
+from ..terms import Family, Split, stack_sites
 from .wan_attention import WanSSTAProcessor
 
 _SITES = partial(stack_sites, stack="blocks", attention="attn1", stock=SkyReelsV2AttnProcessor, replacement=WanSSTAProcessor)

@@ -10,9 +10,9 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 
 from ..patch.canvas import from_bcfhw
-from ..patch.family import Family, stack_sites
-from ..ranks.split import Call, Hooks, Split, gathered, split, split_outputs, stock_plan
+from ..ranks.split import gathered, split, split_outputs, stock_plan
 from ..schedule.schedule import Schedule
+from ..terms import Call, Family, Hooks, Split, stack_sites
 from .wan_attention import WanSSTAProcessor
 
 # The classes that diffusers has copied this one into have a processor each, which does the same.

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..patch.branched import BranchedProcessor
 from ..patch.streams import fusible
+from .trained.branched import BranchedProcessor
 
 
 class WanSSTAProcessor(BranchedProcessor):
@@ -28,7 +28,7 @@ class WanSSTAProcessor(BranchedProcessor):
             raise ValueError(f"attention_mask must be None, got shape {tuple(attention_mask.shape)}; SSTA does not attend causally: "
                              "call remove_ssta, or generate with a causal_block_size of 1")
         angles = None if rotary_emb is None else self.angles(rotary_emb)
-        return self.self_attention(attn, hidden_states, self.around(hidden_states.shape[1]), angles=angles, across_heads=True)
+        return self.self_attention(attn, hidden_states, self.video_alone(hidden_states.shape[1]), angles=angles, across_heads=True)
 
     def angles(self, rotary_emb: Any) -> tuple[Tensor, Tensor]:
         """Cosines and sines, as a ``Stream`` takes them, which Wan's rotary embedding is already."""

@@ -15,10 +15,11 @@ from ssta.kernels.routing import require_impl
 from ..schedule.changes import changed, require_changes, warn_of_dense_layers, warn_of_what_is_dropped
 from ..schedule.progress import Progress
 from ..schedule.schedule import Schedule
+from ..terms import Family, Site
 from .context import ModelContext
-from .family import Family, Site, family_of, preset_settings
 from .installation import Installation, install, installation_of, processors_for, require_bare, sites_of, uninstall
 from .processor import SSTAProcessor
+from .register import family_of, preset_settings
 from .report import RunReport
 
 # Wan 2.2 has a second one for low noise, MiniMax-H3 another one for generations with references.
@@ -250,7 +251,7 @@ def _plan(
     context = ModelContext(model, family, config, schedule, progress, impl)
     context.check_ranks = check_ranks
     replacements = processors_for(context, sites)
-    context.parallel.configs = tuple([processor.config for _, processor in replacements])
+    context.configs = tuple([processor.config for _, processor in replacements])
     return context, replacements
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,12 +14,14 @@ from torch import nn
 from ssta import SSTAConfig, TokenLayout
 from ssta.kernels.notices import warn_once
 
-from ..ranks.parallel import Parallelism, agree
+from ..schedule.changes import at_density
 from ..schedule.progress import Progress, Step
 from ..schedule.schedule import Schedule
+from ..terms import CallState, Family, Ranks, Ruling
 from .arguments import ArgumentNames
-from .call import CallState
-from .family import Family
+
+if TYPE_CHECKING:
+    from ..ranks.parallel import Parallelism
 
 
 @dataclass
@@ -75,15 +77,17 @@ class ModelContext:
         self.config = config
         self.schedule = schedule
         self.impl = impl
-        # Set with a density, by training.set_density, that leaves next to nothing out.
-        self.wholly_dense = False
-        # The method of which every layer has a trained branch, with which attention to all tiles is not dense attention either.
+        # By layer: its own configuration, or `config`; None = the schedule keeps the layer dense.
+        self.configs: tuple[SSTAConfig | None, ...] = ()
+        # Whether every forward is dense: `training.set_density` was given nearly 1.
+        self.always_dense = False
+        # VSA or SLA, where layers have its trained branch, which stays beside attention to all tiles.
         self.method: str | None = None
-        self.parallel = Parallelism(model, family)
         # Whether all ranks are asked, in each generation's first step, if they do the same.
         self.check_ranks = False
-        # Layouts that `SSTAProcessor.around` made: a forward asks for the same one in every layer.
+        # Layouts of sequences, each made once: the layers of a forward ask for the same ones.
         self.layouts: dict[tuple, TokenLayout] = {}
+        self._parallel: Parallelism | None = None
         self._progress = progress
         self.count = StepCount()
         self._forget_calls()
@@ -124,11 +128,25 @@ class ModelContext:
         """The canvas (t, h, w), in tokens, of this thread's forward; raises as ``call`` does."""
         return self.call.thw
 
-    @property
-    def dense_step(self) -> bool:
-        """Whether the step of this thread's forward is dense; False before there was one."""
-        state = getattr(self._calls, "state", None) or self._latest
-        return state is not None and state.dense_step
+    def ruling(self, config: SSTAConfig | None) -> Ruling:
+        """How a layer with ``config``, or with None, which is dense, attends in this thread's forward; raises as ``call`` does."""
+        call = self.call
+        if config is None:
+            return call.dense_layers
+        return call.ruling if call.ruling.dense or config is self.config else Ruling(False, config)
+
+    def parallelism(self, model: nn.Module) -> Parallelism | None:
+        """The model's part in diffusers' context parallelism; None while it has run on one rank only."""
+        if self._parallel is None and getattr(model, "_parallel_config", None) is not None:
+            self._parallel = self._made_parallel()
+        return self._parallel
+
+    @torch.compiler.disable
+    def _made_parallel(self) -> Parallelism:
+        # Not above: a model on one rank does not need the parts of diffusers that this file imports.
+        from ..ranks.parallel import Parallelism
+
+        return Parallelism(self.family, self.configs)
 
     def capture(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of the transformer: takes the canvas from the call, and finds the step."""
@@ -137,40 +155,48 @@ class ModelContext:
         if not isinstance(thw, (tuple, list)) or len(thw) != 3:
             raise TypeError(f"{self.family.model}'s Family.canvas must return (t, h, w), got {thw!r}")
         before = () if self.family.before is None else self.family.before(model, arguments, thw)
-        ranks = self.parallel.ranks(model, arguments, thw, sum([segment.length for segment in before]))
-        state = CallState(thw, self.wholly_dense or getattr(self._calls, "densely", False), ranks, before)
+        parallel = self.parallelism(model)
+        ranks = None if parallel is None else parallel.ranks(model, arguments, thw, sum([segment.length for segment in before]))
         if schedule.counts_steps and torch.compiler.is_exporting():
             raise ValueError("schedule must not follow the steps under torch.export, which keeps the steps of one call, got "
                              f"dense_steps = {schedule.dense_steps}, densities = {schedule.densities}; apply SSTA with Schedule()")
-        if schedule.counts_steps or not torch.compiler.is_compiling():
-            dense, density = self._follow(arguments, state)
-            state = state._replace(dense_step=dense, density=density)
-        self._calls.state = self._latest = state
+        # Forwards under `dense_forwards` are no steps of a generation.
+        counted = not getattr(self._calls, "dense", False)
+        dense, density = self.always_dense or not counted, None
+        if counted and (schedule.counts_steps or not torch.compiler.is_compiling()):
+            dense, density = self._follow(arguments, thw, ranks)
+        self._calls.state = self._latest = CallState(thw, *self._rulings(dense, density), ranks, before)
 
-    def densely(self) -> AbstractContextManager[None]:
-        """Within it this thread's forwards are dense whatever the schedule says, and are no steps of the report's."""
-        return having(self._calls, "densely", True)
+    def dense_forwards(self) -> AbstractContextManager[None]:
+        """Within it this thread's forwards are dense at every step, and reports do not count them."""
+        return having(self._calls, "dense", True)
 
     def resumed(self, state: CallState) -> AbstractContextManager[None]:
         """Within it ``state`` is that of this thread's forward, which gradient checkpointing takes up again in whatever thread it likes."""
         return having(self._calls, "state", state)
 
+    def _rulings(self, dense: bool, density: float | None) -> tuple[Ruling, Ruling]:
+        """``ruling`` and ``dense_layers`` of a forward's ``CallState``. The schedule may have a ``density`` for its step."""
+        config = self.config
+        if self.method is not None:
+            # Attention to all tiles, with the trained branch beside it, is no dense attention.
+            every = at_density(config, 1.0)
+            return Ruling(False, every if dense else config if density is None else at_density(config, density)), Ruling(False, every)
+        return Ruling(dense, config if dense or density is None else at_density(config, density)), Ruling(True, config)
+
     # Steps are counted outside of compiled graphs, which would be compiled anew for each of them.
     @torch.compiler.disable
-    def _follow(self, arguments: dict, state: CallState) -> tuple[bool, float | None]:
+    def _follow(self, arguments: dict, thw: tuple[int, int, int], ranks: Ranks | None) -> tuple[bool, float | None]:
         """Counts the forward's step; whether it is dense, and the density that the schedule has for it."""
-        schedule, dense, density = self.schedule, self.wholly_dense, None
-        if getattr(self._calls, "densely", False):
-            return True, None
+        schedule, dense, density = self.schedule, self.always_dense, None
         step = self._progress.step(arguments.get("timestep"))
-        if self.check_ranks and state.ranks is not None and (step is None or self.count.begins(step)):
+        if self.check_ranks and ranks is not None and (step is None or self.count.begins(step)):
+            assert self._parallel is not None
             at = "unknown" if step is None else f"{step.position} of {step.total}"
-            agree(state.ranks, arguments, canvas=state.thw, step=at, config=self.config, schedule=schedule)
+            self._parallel.agree(arguments, canvas=thw, step=at, config=self.config, schedule=schedule)
         if step is not None:
-            dense = dense or schedule.is_dense_step(step.position, step.total)
             density = schedule.density_of_step(step.position, step.total)
-            # Where a trained branch stays, all tiles are no dense attention.
-            dense = dense or density == 1 and self.method is None
+            dense = dense or schedule.is_dense_step(step.position, step.total) or density == 1 and self.method is None
         elif schedule.counts_steps:
             warn_once(f"steps of {self.family.model}", f"schedule has densities = {schedule.densities}, dense_steps = "
                       f"{schedule.dense_steps}, but nothing says which step this forward of {self.family.model} is: neither its timestep, "

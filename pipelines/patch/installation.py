@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ssta.kernels.notices import warn_once
 
-from ..ranks.token_order import channels_side_by_side, first_blocks
+from ..terms import Family, Site
 from .context import ModelContext
-from .family import Family, Site
 from .processor import SSTAProcessor
 from .recomputation import forget_recomputations, resume_recomputations
+from .token_order import channels_side_by_side, first_blocks
 
 # Where the model keeps its installation. It holds no reference back to the model, so the model is freed as soon as its user drops it.
 _ATTRIBUTE = "_ssta_installation"
@@ -27,13 +27,14 @@ _ATTRIBUTE = "_ssta_installation"
 
 @dataclass
 class Installation:
-    """What one model's installation changed: the processors that were replaced, by site; hooks; modules that were added, by name. Once it
-    is undone, ``left`` has its processors by site, for reports."""
+    """What one model's installation changed: the processors that were replaced, by site; hooks; modules that were added, by name; and
+    the plan that an instance had for several ranks. Once it is undone, ``left`` has its processors by site, for reports."""
 
     context: ModelContext
     originals: dict[str, Any]
     hooks: list[RemovableHandle]
     added: list[str] = field(default_factory=list)
+    plan: list[Any] = field(default_factory=list)
     left: list[tuple[str, SSTAProcessor]] = field(default_factory=list)
 
     def processors(self, model: nn.Module) -> list[tuple[str, SSTAProcessor]]:
@@ -137,7 +138,11 @@ def install(
         hooks.append(model.register_forward_pre_hook(partial(resume_recomputations, context)))
         if context.family.split is not None:
             hooks.extend(context.family.split.hooks(model, context.state))
-        context.parallel.prepare(model)
+        parallel = context.parallelism(model)
+        if parallel is None:
+            _leave_plan(model, context.family, installation)
+        else:
+            parallel.settle(model)
         for block in first_blocks(model, list(installation.originals)):
             hooks.append(block.register_forward_pre_hook(channels_side_by_side, with_kwargs=True))
         setattr(model, _ATTRIBUTE, installation)
@@ -145,6 +150,20 @@ def install(
         _undo(model, installation, stays_split=True)
         raise
     return installation
+
+
+def _leave_plan(model: nn.Module, family: Family, installation: Installation) -> None:
+    """Leaves the family's plan where diffusers' ``enable_parallelism`` looks for one."""
+    if family.split is None or not hasattr(model, "_cp_plan"):
+        return
+    try:
+        plan = family.split.of(model)
+    except ValueError:
+        # Too small to be split, which is said when it is to be.
+        return
+    if plan != model._cp_plan:
+        installation.plan = [vars(model).get("_cp_plan")]
+        vars(model)["_cp_plan"] = plan
 
 
 def _begins(context: ModelContext, modules: list[Any], model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -190,7 +209,13 @@ def _undo(model: nn.Module, installation: Installation, stays_split: bool) -> No
         parent, _, attribute = name.rpartition(".")
         if parent in modules:
             delattr(modules[parent], attribute)
-    installation.context.parallel.undo(model, list(installation.originals.values()), stays_split)
+    for own in installation.plan:
+        vars(model).pop("_cp_plan", None)
+        if own is not None:
+            vars(model)["_cp_plan"] = own
+    parallel = installation.context.parallelism(model)
+    if parallel is not None:
+        parallel.undo(model, list(installation.originals.values()), stays_split)
 
 
 def _copy_settings(source: Any, target: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .call import CallState
+from ..terms import CallState
 from .context import ModelContext
 
 # Where diffusers' models keep their function for checkpointing, and its name while nobody has given one of his own.

@@ -15,21 +15,22 @@ from torch import Tensor, nn
 
 from ssta.kernels import Deferred, Projection, RMSNorm, choose_backend
 from ssta.kernels.operators import watched
-
-from .rope import apply_rope
+from ssta.ranks import Sent
 
 # Classes of RMSNorm that the kernel computes as they do -> whether they round to the weight's dtype before they multiply by the weight.
 Norms = Mapping[type[nn.Module], bool]
 TORCH_NORMS: Norms = {nn.RMSNorm: False}
-# A projection's output, or the function that projects, which is called once, when it is needed.
+# A projection's output [B, S, H * D], or the function that projects, which is called once, when it is needed.
 Projected = Tensor | Callable[[], Tensor]
+# q, k or v for attention: [B, S, H, D], projections whose norm and RoPE are still to be done, or what other ranks send.
+Operand = Tensor | Deferred | Sent
 
 
 class Stream(NamedTuple):
     """Consecutive tokens of q, k or v as their projection leaves them, and what is to be done to them.
 
     Attributes:
-        projected: ``[B, S, H * D]``, or what makes it.
+        projected: what is to be normed and rotated.
         norm: the model's own module, or a function for which no kernel stands in; None = no norm.
         angles: cosines and sines of RoPE on neighbouring channels, float32, which broadcast to ``[B, S, H, D]`` with both angles of a pair,
             which are the same, or to ``[B, S, H, D / 2]``; None = no RoPE.
@@ -161,3 +162,26 @@ def _is_plain(norm: nn.Module) -> bool:
     """Whether it has a weight and no bias, and nobody has changed what calling it does, as offloading and hooks do."""
     changed = "forward" in vars(norm) or norm._forward_hooks or norm._forward_pre_hooks
     return not changed and norm.weight is not None and norm.eps is not None and getattr(norm, "bias", None) is None
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Channels 2i and 2i + 1 are a point in the plane, rotated by the angle i.
+
+    Args:
+        x: ``[..., D]``.
+        cos: float32, broadcasts to ``[..., D / 2]``.
+        sin: as cos.
+
+    Returns:
+        x's shape and dtype; computed in float32 or wider, rounded once.
+    """
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.addcmul(even * cos, odd, sin, value=-1), torch.addcmul(even * sin, odd, cos)
+    return torch.stack([half.to(x.dtype) for half in rotated], dim=-1).flatten(-2)
+
+
+def apply_rope_of_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``apply_rope`` where a point in the plane are channels i and D / 2 + i."""
+    first, second = x.chunk(2, dim=-1)
+    rotated = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(first * sin, second, cos)
+    return torch.cat([half.to(x.dtype) for half in rotated], dim=-1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .split import Call, Hooks
+from ..terms import Call, Hooks
 
 
 class _Weighted(torch.autograd.Function):

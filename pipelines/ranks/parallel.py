@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from copy import copy
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,62 +18,44 @@ from torch import Tensor, nn
 from ssta import SSTAConfig
 from ssta.ranks import check_ranks
 
-from ..patch.call import Ranks
-from ..patch.family import Family, family_of
-from .split import LeftOut, OwnMemory, Split, SplitPlan, hooks_of
+from ..terms import Family, Ranks, SplitPlan
+from .split import LeftOut, OwnMemory, hooks_of
 
 # They compare activations, of which a rank has its own tokens.
 _LOOKING = FirstBlockCacheConfig, SeaCacheConfig
 _HOW = "pass cp_plan=ssta.pipelines.cp_plan(transformer) to enable_parallelism, or call it after apply_ssta"
 
 
-def cp_plan(transformer: nn.Module) -> SplitPlan:
-    """How a transformer's tokens are split over ranks under SSTA: for ``transformer.enable_parallelism(config=..., cp_plan=...)``.
-
-    Needed only where ``enable_parallelism`` comes before ``apply_ssta``, which otherwise leaves the plan on the model.
-
-    Raises:
-        ValueError: an unsupported model, or one whose family says nothing of several ranks.
-    """
-    return _split(family_of(transformer)).of(transformer)
-
-
 def _stock_shares(model: nn.Module, family: Family) -> bool:
     """Whether a model's own processors are right on the ranks that it is split over: under its family's plan, with the backend of
-    diffusers' and the heads that it has, without rings."""
+    diffusers' and the heads that it has, without diffusers' rings."""
     config: Any = model._parallel_config
     context = config.context_parallel_config
     sites = list(family.sites(model))
     names = {AttentionBackendName(getattr(site.module.processor, "_attention_backend", None)
                                   or _AttentionBackendRegistry.get_active_backend()[0]) for site in sites}
-    return (_split(family).stock and context.ring_degree == 1 and all(_deals(site.module, context) for site in sites)
+    return (family.shared.stock and context.ring_degree == 1 and all(_deals(site.module, context) for site in sites)
             and all(map(_AttentionBackendRegistry._is_context_parallel_available, names)))
 
 
 def _deals(module: Any, context: Any) -> bool:
     """Whether diffusers' own exchange can deal out the module's heads."""
-    size = context.ring_degree * context.ulysses_degree
+    size = context.ulysses_degree
     heads = getattr(module, "heads", 0)
     missing = -heads % size
-    return not missing or (context.ulysses_anything or context.ring_anything) and missing < (heads + missing) // size
-
-
-def _split(family: Family) -> Split:
-    if family.split is None:
-        raise ValueError(f"model must have a family that says how it is split over ranks, got {family.model}, whose Family.split is None")
-    return family.split
+    return not missing or context.ulysses_anything and missing < (heads + missing) // size
 
 
 class Parallelism:
     """One model's part in context parallelism.
 
     Args:
-        model: the transformer.
-        family: its.
+        family: the model's.
+        configs: those of its layers.
     """
 
-    def __init__(self, model: nn.Module, family: Family) -> None:
-        self._family = family
+    def __init__(self, family: Family, configs: Sequence[SSTAConfig | None]) -> None:
+        self._family, self._configs = family, configs
         self._config: Any = None
         # None on one rank.
         self._ranks: Ranks | None = None
@@ -82,31 +63,10 @@ class Parallelism:
         # how they find arguments.
         self._changed: list[tuple[Any, Any]] = []
         self._splitting: list[tuple[Any, Any]] = []
-        # Whether the model has the family's plan for SSTA's sake, and what it had itself.
-        self._gave_plan, self._own_plan = False, None
-        # The configurations of the layers.
-        self.configs: tuple[SSTAConfig | None, ...] = ()
-        _checked(model, family)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model settles anew.
         return {**vars(self), "_config": None, "_ranks": None, "_changed": [], "_splitting": []}
-
-    def prepare(self, model: nn.Module) -> None:
-        """Leaves the family's plan where ``enable_parallelism`` looks for it, if that is still to come."""
-        config, split = getattr(model, "_parallel_config", None), self._family.split
-        if config is not None:
-            self._settle(model, config)
-        if config is not None or split is None or not hasattr(model, "_cp_plan"):
-            return
-        try:
-            plan = split.of(model)
-        except ValueError:
-            # Too small to be split, which is said when it is to be.
-            return
-        if plan != model._cp_plan:
-            self._gave_plan, self._own_plan = True, vars(model).get("_cp_plan")
-            vars(model)["_cp_plan"] = plan
 
     def ranks(self, model: nn.Module, arguments: Mapping[str, Any], thw: tuple[int, int, int], before: int = 0) -> Ranks | None:
         """Who shares the forward with these arguments, which has ``before`` tokens before the canvas that its family found; None on one
@@ -115,9 +75,7 @@ class Parallelism:
         Raises:
             ValueError: they cannot; the same on all ranks, which have not communicated yet.
         """
-        config = getattr(model, "_parallel_config", None)
-        if config is not self._config:
-            self._settle(model, config)
+        self.settle(model)
         ranks = self._ranks
         if ranks is None:
             return None
@@ -126,7 +84,7 @@ class Parallelism:
             raise ValueError(f"model must run without {type(cache).__name__} on {ranks.size} ranks, because each would skip what it finds "
                              "unchanged in its own tokens, and the others wait for it; take a cache that goes by the step, enabled before "
                              "enable_parallelism")
-        split = _split(self._family)
+        split = self._family.shared
         tokens = None if split.tokens is None else split.tokens(arguments, before + math.prod(thw))
         self._check_length(model, ranks.size, math.prod(thw) if tokens is None else tokens, thw)
         if split.trains is not True and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
@@ -134,36 +92,49 @@ class Parallelism:
                              "call with gradients enabled; call it under torch.no_grad(), or train it on 1 rank")
         return ranks._replace(tokens=tokens)
 
+    def agree(self, arguments: Mapping[str, Any], **facts: object) -> None:
+        """That all ranks do the same with the same: ``facts``, and the sums of the forward's tensors, which is how another prompt or other
+        noise shows. A collective that waits for all of them and for the device."""
+        assert self._ranks is not None
+        sums = {name: f"a tensor {tuple(value.shape)} whose sum is {float(value.double().sum())!r}" for name, value in arguments.items()
+                if isinstance(value, Tensor)}
+        check_ranks(self._ranks.group, **facts, **sums)
+
     def _check_length(self, model: nn.Module, size: int, tokens: int, thw: tuple[int, int, int]) -> None:
         context = self._config.context_parallel_config
-        if context.ulysses_anything or context.ring_anything:
+        if context.ulysses_anything:
             if tokens < size:
                 raise ValueError(f"hidden_states must have at least a token for each of {size} ranks, got {tokens}")
         elif tokens % size:
-            # diffusers takes any length along one dimension of its mesh only, and the heads may be too few for the one that exchanges them.
-            heads = min([getattr(site.module, "heads", size) for site in self._family.sites(model)], default=size)
-            way = "ulysses" if heads >= size else "ring"
             raise ValueError(f"hidden_states must have tokens that {size} ranks divide, got {tokens} with a canvas of "
-                             f"{' x '.join(map(str, thw))}; any number will do with ContextParallelConfig({way}_degree={size}, "
-                             f"{way}_anything=True)")
+                             f"{' x '.join(map(str, thw))}; any number will do with ContextParallelConfig("
+                             f"ulysses_degree={size}, ulysses_anything=True)")
+
+    def settle(self, model: nn.Module) -> None:
+        """Takes in whether the model is parallel now, and how.
+
+        Raises:
+            ValueError: in a way in which its processors cannot attend.
+        """
+        config = getattr(model, "_parallel_config", None)
+        if config is not self._config:
+            self._settle(model, config)
 
     @torch.compiler.disable
     def _settle(self, model: nn.Module, config: Any) -> None:
-        """Takes in that the model has become parallel, or is no longer."""
         _checked(model, self._family)
         self._restore()
         self._config, self._ranks = config, None
         if config is None:
             return
-        for own in self.configs:
-            if own is not None and own.mask_share_within_head and (callable(own.sampling_type) or own.budget is not None):
-                raise ValueError("config must have a sampling_type and a budget of the library's on several ranks with "
-                                 f"mask_share_within_head, because all must find the same pattern, got {own}")
+        for own in self._configs:
+            if own is not None and own.mask_share_within_head:
+                raise ValueError("config must have mask_share_within_head = False on several ranks, each of which has some of the heads, "
+                                 f"got {own}")
         context = config.context_parallel_config
         group = context._flattened_mesh.get_group()
-        mesh = context._mesh["ring", "ulysses"] if context.ring_degree > 1 else None
         size = dist.get_world_size(group)
-        self._ranks = Ranks(group, dist.get_rank(group), size, None, mesh)
+        self._ranks = Ranks(group, dist.get_rank(group), size, None)
         for module in model.modules():
             for _, hook in hooks_of(module):
                 if isinstance(hook, ContextParallelSplitHook) and "_prepare_cp_input" not in vars(hook):
@@ -172,14 +143,14 @@ class Parallelism:
                     hook.module_forward_metadata = LeftOut(hook.module_forward_metadata)
         for name, processor in _configured(model):
             self._changed.append((processor, processor._parallel_config))
-            if any(fnmatchcase(name, pattern) for pattern in _split(self._family).whole):
+            if any(fnmatchcase(name, pattern) for pattern in self._family.shared.whole):
                 processor._parallel_config = None
                 continue
             attention: Any = model.get_submodule(name)
             if not _deals(attention, context):
                 raise ValueError(f"{name} must have heads that {size} ranks divide, because diffusers deals them out there, got "
                                  f"{attention.heads} heads")
-            processor._parallel_config = _flat(config)
+            processor._parallel_config = config
 
     def _restore(self) -> None:
         for processor, config in self._changed:
@@ -193,13 +164,9 @@ class Parallelism:
         """Leaves the model, with its ``originals`` back in place, as diffusers would have it; or, unless it ``stays_split``, whole where
         these cannot attend to a share."""
         self._restore()
-        if self._gave_plan:
-            vars(model).pop("_cp_plan", None)
-            if self._own_plan is not None:
-                vars(model)["_cp_plan"] = self._own_plan
-        config, split = getattr(model, "_parallel_config", None), self._family.split
+        config = getattr(model, "_parallel_config", None)
         shared = config is not None and config.context_parallel_config is not None
-        if shared and not stays_split and split is not None and not _stock_shares(model, self._family):
+        if shared and not stays_split and self._family.split is not None and not _stock_shares(model, self._family):
             remove_context_parallel(model, _hooked(model))
             for _, processor in _configured(model):
                 processor._parallel_config = None
@@ -218,14 +185,6 @@ def _configured(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, processor
 
 
-def agree(ranks: Ranks, arguments: Mapping[str, Any], **facts: object) -> None:
-    """That all ranks do the same with the same: ``facts``, and the sums of the forward's tensors, which is how another prompt or other
-    noise shows. A collective that waits for all of them and for the device."""
-    sums = {name: f"a tensor {tuple(value.shape)} whose sum is {float(value.double().sum())!r}" for name, value in arguments.items()
-            if isinstance(value, Tensor)}
-    check_ranks(ranks.group, **facts, **sums)
-
-
 def _checked(model: nn.Module, family: Family) -> None:
     config = getattr(model, "_parallel_config", None)
     if config is None:
@@ -234,7 +193,12 @@ def _checked(model: nn.Module, family: Family) -> None:
         degree = getattr(config.tensor_parallel_config, "tp_degree", None)
         raise ValueError(f"model must run without tensor parallelism under SSTA, got {family.model} with tp_degree = {degree}; "
                          "take a ContextParallelConfig")
-    split = _split(family)
+    context = config.context_parallel_config
+    if context.ring_degree > 1:
+        ranks = context.ring_degree * context.ulysses_degree
+        raise ValueError(f"ring_degree must be 1 under SSTA, got {context.ring_degree} with ulysses_degree = {context.ulysses_degree}; "
+                         f"take ContextParallelConfig(ulysses_degree={ranks}), which needs at least {ranks} heads, or fewer ranks")
+    split = family.shared
     found, wanted = _hooked(model), split.of(model)
     if found != {name: _listed(part) for name, part in wanted.items()}:
         raise ValueError(f"model must be split over ranks by SSTA's plan, got {family.model} with another, of {', '.join(map(repr, found))}"
@@ -249,16 +213,3 @@ def _hooked(model: nn.Module) -> SplitPlan:
 def _listed(part: Any) -> Any:
     """As diffusers keeps it: outputs in a list."""
     return part if isinstance(part, (dict, list, tuple)) else [part]
-
-
-def _flat(config: Any) -> Any:
-    """The same for attention that is left to diffusers, all ranks exchanging heads: its ring would need what torch's SDPA does not give."""
-    context = config.context_parallel_config
-    if context.ring_degree == 1:
-        return config
-    flat, config = copy(context), copy(config)
-    flat.ring_degree, flat.ulysses_degree = 1, context.ring_degree * context.ulysses_degree
-    flat.ring_anything, flat.ulysses_anything = False, context.ring_anything
-    flat._ulysses_mesh, flat._ulysses_local_rank = context._flattened_mesh, context._flattened_mesh.get_local_rank()
-    config.context_parallel_config = flat
-    return config

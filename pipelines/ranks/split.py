@@ -1,20 +1,16 @@
-"""Split: how a family's model is divided over several ranks, in the terms of diffusers' context parallelism."""
+"""Plans in the terms of diffusers' context parallelism: what families say them with, and diffusers' hooks that carry them out."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from ssta.checks import require_kind
-
-from ..patch.call import CallState
+from ..terms import SplitPlan
 
 if TYPE_CHECKING:
     from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook
@@ -22,68 +18,6 @@ if TYPE_CHECKING:
 # Why a model whose audio attends to its video does not train on several ranks.
 CROSS_LENGTHS = ("its audio attends to the video through diffusers' own exchange, which has no right gradient for queries and keys of "
                  "different lengths")
-# As diffusers' `enable_parallelism(cp_plan=...)` takes it: by a module's name, which arguments or outputs are split and which gathered.
-SplitPlan = dict[str, Any]
-# A forward's arguments by name; what gives the state of the forward in progress; handles of what was registered on a model.
-Arguments = Mapping[str, Any]
-Call = Callable[[], CallState]
-Hooks = Iterable[RemovableHandle]
-
-
-def _no_hooks(model: nn.Module, call: Call) -> Hooks:
-    return ()
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a family's model runs on several ranks. Tokens of the video, or of the whole sequence, are split, everything else is whole.
-
-    Attributes:
-        plan: as diffusers' ``enable_parallelism`` takes it, or ``plan(model)`` that is; a list of blocks' name and ".-1" is the name of its
-            last one, which must not be its first.
-        whole: names of attention modules that attend on every rank without communication, ``*`` for any block's number: those of text
-            alone, and cross-attention from a rank's own queries to whole keys. Any other module that is no site keeps what diffusers does.
-        tokens: ``tokens(arguments, grids)`` is the length of the whole sequence where the plan splits it as one run, ``grids`` being the
-            tokens of the canvas and of what ``Family.before`` finds; None = it splits the video.
-        stock: whether the model's own processors are right under the plan. If not, ``remove`` takes the plan out of the model too.
-        trains: True, or why gradients would be wrong.
-        hooks: ``hooks(model, call)`` registers on the model what the plan cannot say, and yields the handles. ``call()`` is the CallState
-            of the forward in progress, whose ``ranks`` are None on one rank; held by a ``partial``, it is a copied model's own.
-
-    Raises:
-        TypeError: a field of the wrong kind.
-    """
-
-    plan: SplitPlan | Callable[[nn.Module], SplitPlan] = field(hash=False)
-    whole: tuple[str, ...] = ()
-    tokens: Callable[[Arguments, int], int] | None = None
-    stock: bool = False
-    trains: bool | str = True
-    hooks: Callable[[nn.Module, Call], Hooks] = _no_hooks
-
-    def __post_init__(self) -> None:
-        require_kind("Split.plan", self.plan, "a dict or a function", isinstance(self.plan, dict) or callable(self.plan))
-        require_kind("Split.hooks", self.hooks, "a function", callable(self.hooks))
-        require_kind("Split.whole", self.whole, "a tuple of names",
-                     isinstance(self.whole, tuple) and all([isinstance(name, str) for name in self.whole]))
-        require_kind("Split.tokens", self.tokens, "a function or None", self.tokens is None or callable(self.tokens))
-        require_kind("Split.trains", self.trains, "True, or a sentence that says why not",
-                     self.trains is True or isinstance(self.trains, str) and len(self.trains) > 0)
-
-    def of(self, model: nn.Module) -> SplitPlan:
-        """The plan of ``model``; ValueError where a list of which it wants the last block has just one."""
-        plan = self.plan if isinstance(self.plan, dict) else self.plan(model)
-        return {_counted(name, model): part for name, part in plan.items()}
-
-
-def _counted(name: str, model: nn.Module) -> str:
-    stack, _, number = name.rpartition(".")
-    if number != "-1":
-        return name
-    blocks: Any = model.get_submodule(stack)
-    if len(blocks) < 2:
-        raise ValueError(f"model must have at least 2 {stack} to be split over ranks, got {len(blocks)}")
-    return f"{stack}.{len(blocks) - 1}"
 
 
 def split(dims: int = 3, dim: int = 1) -> ContextParallelInput:
@@ -108,20 +42,20 @@ def stock_plan(model: Any) -> SplitPlan:
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, ContextParallelSplitHook | ContextParallelGatherHook]]:
     """diffusers' hooks on a module that carry out a plan, each with the name that the plan has for the module."""
-    # Not above: diffusers.hooks takes transformers in where peft is installed, which takes a second and more.
+    registry: Any = getattr(module, "_diffusers_hook", None)
+    if registry is None:
+        return
+    # Not above: only where there are hooks does a process need that module.
     from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook
 
-    registry: Any = getattr(module, "_diffusers_hook", None)
-    for name, hook in ({} if registry is None else registry.hooks).items():
+    for name, hook in registry.hooks.items():
         if isinstance(hook, (ContextParallelSplitHook, ContextParallelGatherHook)):
             yield name.partition("---")[2], hook
 
 
 def splits(module: nn.Module) -> bool:
     """Whether a plan splits what the module takes or gives."""
-    from diffusers.hooks.context_parallel import ContextParallelSplitHook
-
-    return any([isinstance(hook, ContextParallelSplitHook) for _, hook in hooks_of(module)])
+    return any([hook.__class__.__name__ == "ContextParallelSplitHook" for _, hook in hooks_of(module)])
 
 
 class OwnMemory:

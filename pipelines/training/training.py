@@ -16,10 +16,10 @@ from ssta.kernels.checks import require_int
 from ssta.kernels.notices import warn_once
 
 from ..patch.apply import SSTAHandle
-from ..patch.call import CallState
 from ..patch.context import ModelContext, having
 from ..patch.processor import SSTAProcessor
 from ..schedule.changes import changed
+from ..terms import CallState
 from .kept_selection import KeptSelection
 
 # From this density on a forward is dense: choosing what to leave out gains nothing.
@@ -60,7 +60,7 @@ class TeacherStudent:
             stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
             for context in _contexts(target):
-                stack.enter_context(context.densely())
+                stack.enter_context(context.dense_forwards())
             # PEFT's own enable_adapters also takes the adapters' gradients away and gives them to all that are active, whoever had frozen
             # some: the flag is what its layers look at.
             for layer in _adapter_layers(self._model) if self._teacher is None else ():
@@ -150,7 +150,7 @@ def set_density(handle: SSTAHandle, density: float) -> None:
             warn_once(f"density of {context.family.model}", "set_density changes nothing in generations whose schedule has a density for "
                       f"each step, got {density} beside densities = {context.schedule.densities}")
     for context, own, config in plans:
-        context.config, context.wholly_dense = config, density >= DENSE_FROM and context.method is None
+        context.config, context.always_dense = config, density >= DENSE_FROM and context.method is None
         for processor in own:
             processor.config = config
 
@@ -247,9 +247,9 @@ def frozen_checkpoint(function: Any, *args: Any) -> Any:
         model.enable_gradient_checkpointing(frozen_checkpoint)
 
     diffusers' default, ``torch.utils.checkpoint`` alone, selects anew in the backward. That gives the same where the same numbers come out
-    of the same operations, and where no ``set_density`` came in between. This one keeps each layer's selection, a bit for each pair of
-    tiles and head, and saves the recomputation its scoring. A model whose whole forward torch.compile compiles recomputes as it sees fit,
-    and selects anew; blocks that are compiled by themselves keep.
+    of the same operations. This one keeps each layer's selection, a bit for each pair of tiles and head, and saves the recomputation its
+    scoring. A model whose whole forward torch.compile compiles recomputes as it sees fit, and selects anew; blocks that are compiled by
+    themselves keep.
 
     Args:
         function: a block, or a method of one, such as ``block.__call__``.

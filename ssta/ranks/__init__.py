@@ -5,7 +5,6 @@
 
 from .agreement import check_ranks
 from .runs import SPLITS, Run, deal
-from .shards import Shards
-from .shares import Sent
+from .shards import Sent, Shards
 
 __all__ = ["SPLITS", "Run", "Sent", "Shards", "check_ranks", "deal"]

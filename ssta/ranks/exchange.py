@@ -13,14 +13,11 @@ from torch import Tensor
 from ..kernels import Deferred
 from ..kernels.memo import remember_plain
 from ..kernels.operators import differentiable_once
-from .runs import RunPlace
+from .runs import RunPlace, SharedSequence
 from .world import in_graph
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from .around import Around
-    from .shards import Shards
 
 # For each of several tensors, how many heads each rank has.
 Deals = tuple[tuple[int, ...], ...]
@@ -38,7 +35,7 @@ class Incoming:
         graph: whether it is a step of a graph.
     """
 
-    def __init__(self, shards: Shards | Around, xs: Sequence[Tensor | Deferred], deals: Deals, graph: bool) -> None:
+    def __init__(self, shards: SharedSequence, xs: Sequence[Tensor | Deferred], deals: Deals, graph: bool) -> None:
         self._own, self._graph = [counts[shards.rank] for counts in deals], graph
         deferred = xs[0] if isinstance(xs[0], Deferred) else None
         tensors = [x for x in xs if isinstance(x, Tensor)]
@@ -58,8 +55,7 @@ class Incoming:
                     first, into = shards.rank * self._own[0], self._into(place)
                     deferred.part(place.local, place.length, slice(first, first + self._own[0])).write(into.permute(1, 2, 0, 3))
                 else:
-                    # A tensor that has no more heads than one rank is dealt gives all of them to every rank, from its first one on.
-                    own = [x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]) % x.shape[1], counts[shards.rank])
+                    own = [x.narrow(2, place.local, place.length).narrow(1, sum(counts[:shards.rank]), counts[shards.rank])
                            .permute(2, 0, 1, 3) for x, counts in zip(tensors, deals)]
                     if self._buffer is None:
                         parts.append(torch.cat(own, 2))
@@ -79,12 +75,12 @@ class Incoming:
         assert self._buffer is not None
         return self._buffer if place.length == len(self._buffer) else self._buffer.narrow(0, place.start, place.length)
 
-    def _exchange(self, shards: Shards | Around, xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace) -> Collective:
+    def _exchange(self, shards: SharedSequence, xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace) -> Collective:
         comes = [count * prod(self._width) for count in place.held]
         return Collective(shards.group, _sent(xs, deals, place, shards, self._graph), comes, self._goes(shards, deals, place),
                           self._graph, None if self._buffer is None else self._into(place))
 
-    def _goes(self, shards: Shards | Around, deals: Deals, place: RunPlace) -> list[int]:
+    def _goes(self, shards: SharedSequence, deals: Deals, place: RunPlace) -> list[int]:
         return [place.held[shards.rank] * self._width[0] * total * self._width[2] for total in _totals(deals)]
 
     @property
@@ -137,7 +133,7 @@ class Batch:
         self._tensors = []
 
 
-def send_tokens(shards: Shards, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
+def send_tokens(shards: SharedSequence, xs: Sequence[Tensor], deals: Deals, gather: bool) -> tuple[Tensor, ...]:
     """Each ``[B, H_r, S, D]`` -> ``[B, H, S_r, D]`` in one exchange. Of whole runs ``gather`` has the heads of all ranks; without it other
     ranks' heads are zeros."""
     places = tuple([place for place in shards.places if place.shared or gather])
@@ -149,20 +145,20 @@ def send_tokens(shards: Shards, xs: Sequence[Tensor], deals: Deals, gather: bool
     if len(places) == 1 and places[0].shared:
         packets = joined.narrow(0, places[0].start, places[0].length)
     else:
-        packets = torch.cat([joined.narrow(0, first, count) for first, count in packet_spans(places, shards.ranks)])
-    outs = return_packets(shards, packets, deals, places)
+        packets = torch.cat([joined.narrow(0, first, count) for first, count in _packet_spans(places, shards.ranks)])
+    outs = _returned(shards, packets, deals, places)
     if len(places) < len(shards.places):
         outs = [_with_own_heads(shards, out, x, own) for out, x, own in zip(outs, xs, deals)]
     return tuple([out.transpose(1, 2) for out in outs])
 
 
 @remember_plain
-def packet_spans(places: tuple[RunPlace, ...], ranks: int) -> tuple[tuple[int, int], ...]:
+def _packet_spans(places: tuple[RunPlace, ...], ranks: int) -> tuple[tuple[int, int], ...]:
     """(first token, tokens) of what each rank is sent, one after the other: its shares, and what is whole."""
     return tuple([(place.start + (sum(place.held[:to]) if place.shared else 0), place.held[to]) for to in range(ranks) for place in places])
 
 
-def return_packets(shards: Shards | Around, packets: Tensor, deals: Deals, places: Sequence[RunPlace]) -> list[Tensor]:
+def _returned(shards: SharedSequence, packets: Tensor, deals: Deals, places: Sequence[RunPlace]) -> list[Tensor]:
     """Packets ``[tokens of all, B, own heads of all tensors, D]`` -> each tensor's ``[B, own tokens of places, H, D]``."""
     rank, totals, (_, batch, width, dim) = shards.rank, _totals(deals), packets.shape
     graph = in_graph(packets)
@@ -197,7 +193,7 @@ def _in_words(*xs: Tensor, graph: bool) -> tuple[Tensor, ...]:
     return tuple([x.view(torch.complex128) for x in xs])
 
 
-def _with_own_heads(shards: Shards, out: Tensor, x: Tensor, own: tuple[int, ...]) -> Tensor:
+def _with_own_heads(shards: SharedSequence, out: Tensor, x: Tensor, own: tuple[int, ...]) -> Tensor:
     """``[B, shared tokens of S_r, H, D]`` with the whole runs of x ``[B, H_r, S, D]`` in their places, zeros in other ranks' heads."""
     rank, at = shards.rank, 0
     parts: list[Tensor] = []
@@ -211,7 +207,7 @@ def _with_own_heads(shards: Shards, out: Tensor, x: Tensor, own: tuple[int, ...]
     return torch.cat(parts, 1)
 
 
-def _sum_tokens(shards: Shards, x: Tensor, own: tuple[int, ...]) -> Tensor:
+def _sum_tokens(shards: SharedSequence, x: Tensor, own: tuple[int, ...]) -> Tensor:
     """``[B, H, S_r, D]`` -> ``[B, H_r, S, D]`` in one exchange; what ranks have of a whole run is summed, rank after rank."""
     held, width = shards.local_length, (x.shape[0], own[shards.rank], x.shape[3])
     comes, goes = [count * prod(width) for count in shards.lengths], [held * width[0] * count * width[2] for count in own]
@@ -227,8 +223,7 @@ def _sum_tokens(shards: Shards, x: Tensor, own: tuple[int, ...]) -> Tensor:
 
 
 def _packets(xs: Sequence[Tensor], deals: Deals, first: int, tokens: int, graph: bool) -> Tensor:
-    """Some tokens of each ``[B, H, S_r, D]``, flat: for each rank ``[tokens, B, its heads of all tensors, D]``, which are all heads of a
-    tensor that has no more than one rank is dealt."""
+    """Some tokens of each ``[B, H, S_r, D]``, flat: for each rank ``[tokens, B, its heads of all tensors, D]``."""
     ranks, batch = len(deals[0]), xs[0].shape[0]
     words = [_some(x, first, tokens) for x in _in_words(*xs, graph=graph)]
     dim = words[0].shape[3]
@@ -259,9 +254,7 @@ def _some(x: Tensor, first: int, tokens: int) -> Tensor:
 
 
 def _for_ranks(x: Tensor, ranks: int, heads: int) -> Tensor:
-    """``[B, H, n, D]`` seen as ``[ranks, n, B, heads, D]``: each rank's heads, or all of them for every rank."""
-    if x.shape[1] == heads:
-        return x.permute(2, 0, 1, 3).expand(ranks, -1, -1, -1, -1)
+    """``[B, H, n, D]`` seen as ``[ranks, n, B, heads, D]``."""
     return x.view(x.shape[0], ranks, heads, *x.shape[2:]).permute(1, 3, 0, 2, 4)
 
 
@@ -270,7 +263,7 @@ def _even(deals: Deals) -> bool:
     return all([len({*counts}) == 1 for counts in deals])
 
 
-def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace, shards: Shards | Around, graph: bool) -> Tensor:
+def _sent(xs: Sequence[Tensor | Deferred], deals: Deals, place: RunPlace, shards: SharedSequence, graph: bool) -> Tensor:
     """A shared run's packets, flat. What is deferred the kernel writes there at once; each rank has as many heads of it."""
     x, held = xs[0], place.held[shards.rank]
     if not isinstance(x, Deferred):
@@ -316,27 +309,24 @@ class Collective:
 
 class ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shards: Shards, deals: Deals, arrival: Incoming | None, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.shards, ctx.deals, ctx.heads = shards, deals, [x.shape[1] for x in xs]
+    def forward(ctx, shards: SharedSequence, deals: Deals, arrival: Incoming | None, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.shards, ctx.deals = shards, deals
         arrived = (arrival or Incoming(shards, xs, deals, in_graph(*xs))).wait()
         return (arrived,) if len(xs) == 1 else arrived
 
     @staticmethod
     @differentiable_once("ssta_attention")
     def backward(ctx, saved: tuple[()], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sent = send_tokens(ctx.shards, grads, ctx.deals, gather=False)
-        # Of heads that every rank got each has a gradient: their sum, rank after rank.
-        return None, None, None, *[grad if grad.shape[1] == heads else grad.unflatten(1, (-1, heads)).sum(1)
-                                   for grad, heads in zip(sent, ctx.heads)]
+        return None, None, None, *send_tokens(ctx.shards, grads, ctx.deals, gather=False)
 
 
 class ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shards: Shards, deals: Deals, x: Tensor) -> Tensor:
-        ctx.shards, ctx.deals = shards, deals
-        return send_tokens(shards, (x,), deals, gather=True)[0]
+    def forward(ctx, shards: SharedSequence, deal: tuple[int, ...], x: Tensor) -> Tensor:
+        ctx.shards, ctx.deal = shards, deal
+        return send_tokens(shards, (x,), (deal,), gather=True)[0]
 
     @staticmethod
     @differentiable_once("ssta_attention")
     def backward(ctx, saved: tuple[()], grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, _sum_tokens(ctx.shards, grad, ctx.deals[0])
+        return None, None, _sum_tokens(ctx.shards, grad, ctx.deal)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -21,35 +21,13 @@ def resolve_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     if group is outside:
         raise ValueError("group must hold this process, got a group of other processes")
     if not isinstance(group, dist.ProcessGroup):
-        if not is_mesh(group):
+        if not isinstance(group, dist.DeviceMesh):
             raise TypeError(f"group must be a torch.distributed ProcessGroup or a 1-D DeviceMesh, got {type(group).__name__}")
         if group.ndim != 1:
             raise ValueError(f"group must be a DeviceMesh of one dimension, such as mesh['ulysses'], got {group.ndim} dimensions")
-        group = group_of(group, 0)
+        if group.get_coordinate() is None:
+            raise ValueError(f"group must hold this process, got a DeviceMesh of the processes {group.mesh.tolist()}")
+        group = group.get_group(0)
     if dist.get_rank(group) < 0:
         raise ValueError("group must hold this process, got a group of other processes")
     return group
-
-
-def group_of(mesh: DeviceMesh, dimension: int) -> ProcessGroup:
-    """The ranks of ``mesh`` along ``dimension`` that this process belongs to; ValueError where it belongs to none."""
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"group must hold this process, got a DeviceMesh of the processes {mesh.mesh.tolist()}")
-    return mesh.get_group(dimension)
-
-
-def groups_of(group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGroup, ...]:
-    """``group`` as ``settle`` takes it: one group, or those of a mesh's two dimensions, the last one first; raises as ``resolve_group``."""
-    if is_mesh(group) and group.ndim == 2:
-        return group_of(group, 1), group_of(group, 0)
-    return (resolve_group(group),)
-
-
-def is_mesh(group: object) -> TypeGuard[DeviceMesh]:
-    """Whether it is a DeviceMesh, which a torch without distributed does not have."""
-    return dist.is_available() and isinstance(group, dist.DeviceMesh)
-
-
-def group_named(name: str) -> ProcessGroup:
-    """The group of this process that torch.distributed knows by ``name``, its ``group_name``."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

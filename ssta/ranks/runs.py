@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..checks import require_choice
 from ..kernels.memo import remember_plain
 from ..sequence import TokenLayout, VideoGrid, require_layout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 SPLITS = ("video", "all")
 
@@ -20,10 +23,11 @@ def deal(total: int, ranks: int) -> tuple[int, ...]:
 
 @remember_plain
 def dealt(total: int, key_heads: int, ranks: int) -> tuple[int, ...]:
-    """How many of ``total`` heads each rank has; see ``Shares.deal_heads``."""
+    """How many of ``total`` heads each rank has; see ``Shards.deal_heads``."""
     if key_heads < ranks:
         what = "heads" if key_heads == total else "key heads"
-        raise ValueError(f"group must have at most as many ranks as there are {what}, got {ranks} ranks and {key_heads} {what}")
+        raise ValueError(f"group must have at most as many ranks as there are {what}, got {ranks} ranks and {key_heads} {what}; "
+                         f"take at most {key_heads} ranks, which is ulysses_degree in diffusers")
     if total % key_heads:
         raise ValueError(f"query's heads must be a multiple of key's {key_heads}, got {total}")
     return tuple([count * (total // key_heads) for count in deal(key_heads, ranks)])
@@ -52,7 +56,7 @@ class RunPlace(NamedTuple):
 
 
 class HeldTokens(NamedTuple):
-    """What ranks hold of a sequence; see ``Shares``."""
+    """What ranks hold of a sequence; see ``SharedSequence``."""
 
     places: tuple[RunPlace, ...]
     length: int
@@ -68,6 +72,34 @@ def held_by(runs: tuple[Run, ...], ranks: int, rank: int) -> HeldTokens:
         places.append(RunPlace(run.length, run.shared, start, local, held))
         start, local = start + run.length, local + held[rank]
     return HeldTokens(tuple(places), start, tuple([sum(held) for held in zip(*[place.held for place in places])]), local)
+
+
+@dataclass(frozen=True)
+class SharedSequence:
+    """One sequence of S tokens and the ranks that share it out.
+
+    Attributes:
+        runs: the sequence. A rank's own sequence consists of its share of each shared run and of each whole run, in the order of runs.
+        ranks, rank: how many there are, and which this process is.
+        group: the ranks.
+        places: where the runs lie.
+        length: S.
+        lengths: the tokens that each rank holds.
+        local_length: the tokens of this rank, S_r.
+    """
+
+    runs: tuple[Run, ...]
+    ranks: int
+    rank: int
+    group: ProcessGroup
+    places: tuple[RunPlace, ...] = field(init=False, repr=False, compare=False)
+    length: int = field(init=False, repr=False, compare=False)
+    lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    local_length: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, value in zip(HeldTokens._fields, held_by(self.runs, self.ranks, self.rank)):
+            object.__setattr__(self, name, value)
 
 
 def runs_of(layout: TokenLayout, split: str) -> tuple[Run, ...]:

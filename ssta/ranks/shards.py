@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
+import torch
 from torch import Tensor
 
 from ..kernels import Deferred
 from ..sequence import TokenLayout
-from ..spec import LayerSpec, Peers
-from .around import Around, Exchange
-from .exchange import Deals, Incoming, ToTokens, packet_spans, send_tokens
-from .group import group_named, resolve_group
-from .runs import Run, runs_of
-from .shares import Sent, Shares, own_spec
+from .agreement import agree, refuse
+from .exchange import Deals, Incoming, ToHeads, ToTokens, send_tokens
+from .group import resolve_group
+from .runs import SharedSequence, dealt, runs_of
 from .world import in_graph, recorded
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-# Up to so many bytes of queries a rank q, k and v go together: they are on their way for no longer than the host needs for one exchange
-# (benchmark/NOTES.md).
-TOGETHER = 16 * 2**20
 
-
-@dataclass(frozen=True)
-class Shards(Shares):
-    """How the ranks of a group share one sequence of S tokens out. Made by ``Shards.of``. Lengths are known on the host, so no collective
-    carries a size and nothing waits for the device.
-
-    Attributes:
-        group: the ranks.
-    """
-
-    group: ProcessGroup
+class Shards(SharedSequence):
+    """How the ranks of a group share one sequence of S tokens out; see ``SharedSequence``. Made by ``Shards.of``. Lengths are known on the
+    host, so no collective carries a size and nothing waits for the device."""
 
     @classmethod
     def of(cls, group: ProcessGroup | DeviceMesh | None, layout: TokenLayout, split: str = "video") -> Shards:
@@ -53,25 +38,45 @@ class Shards(Shares):
         first = sum(counts[:self.rank])
         return first, first + counts[self.rank]
 
-    @property
-    def groups(self) -> tuple[ProcessGroup, ...]:
-        return (self.group,)
+    def deal_heads(self, total: int, key_heads: int | None = None) -> tuple[int, ...]:
+        """How many of ``total`` heads each of the ranks has. ``key_heads``: of grouped-query attention, whose key heads are dealt out, each
+        with all its query heads.
 
-    def exchange(self, query: Any, key: Any, value: Any, spec: LayerSpec, note: Callable[[str], object]) -> Exchange:
-        q_deal, kv_deal = self.deal_heads(spec.heads, spec.kv_heads), self.deal_heads(spec.kv_heads)
-        own = own_spec(spec, self.group, q_deal[self.rank], kv_deal[self.rank])
-        back = partial(self.to_tokens, heads=spec.heads, key_heads=spec.kv_heads)
-        given, sent = (query, key, value), isinstance(query, Sent)
-        if all([x.waits for x in given]) if sent else not (spec.recorded or in_graph(*given)):
-            # What ranks hold may differ, and all of them must do the same.
-            bytes_a_rank = query.shape[0] * spec.heads * self.length * spec.head_dim * query.dtype.itemsize / self.ranks
-            around = Around(self.places, self.length, self.ranks, self.rank, self.group.group_name, q_deal, kv_deal,
-                            together=bytes_a_rank <= TOGETHER)
-            # The layer gives packets, so that nothing is packed again.
-            return Exchange(given, own._replace(returned=packet_spans(self.places, self.ranks)), back, note, around)
-        arrived = tuple([x.wait() for x in given]) if sent else self._send(given, (q_deal, kv_deal, kv_deal)).wait()
-        note("arrived")
-        return Exchange(arrived, own, back, note)
+        Raises:
+            ValueError: ranks would be left without a head, or total is no multiple of key_heads.
+        """
+        return dealt(total, total if key_heads is None else key_heads, self.ranks)
+
+    def check(self, name: str, x: Any, length: int | None = None) -> None:
+        """That ``x``, under its ``name``, is ``[B, H, S_r, D]``."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        self._check_shape(name, x.shape, self.local_length if length is None else length)
+
+    def whole(self, name: str, x: Any) -> tuple[int, ...]:
+        """``[B, H, S, D]`` of all ranks together, of x, which is this rank's share or what was sent of it; raises as ``check``."""
+        if not isinstance(x, Sent):
+            self.check(name, x)
+        return x.shape[0], x.heads if isinstance(x, Sent) else x.shape[1], self.length, x.shape[3]
+
+    def check_sent(self, query: Sent, key: Sent, value: Sent) -> None:
+        """That q, k and v were sent one by one between these ranks, the heads of query with their key heads."""
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.shards != self:
+                raise ValueError(f"{name} must have been sent by the layer's own shards, {self}, got {x.shards}")
+            if len(x.deals) != 1:
+                raise ValueError(f"{name} must have been sent by itself, got {len(x.deals)} tensors")
+        if query.deals[0] != self.deal_heads(query.heads, key.heads) or key.deals != value.deals:
+            raise ValueError(f"query, key and value must have been sent with key_heads {key.heads}, got heads {query.deals[0]}, "
+                             f"{key.deals[0]} and {value.deals[0]} on the ranks")
+
+    def agreed(self, facts: dict[str, object]) -> None:
+        """That all ranks make a call with the same facts; see ``agreement.agree``."""
+        agree(self.group, {"sequence": self.runs, **facts})
+
+    def refuse(self, error: TypeError | ValueError) -> NoReturn:
+        """Raises what is wrong on this rank, and says it to the others."""
+        refuse(self.group, error)
 
     @overload
     def to_heads(self, x: Tensor, /, *, key_heads: int | None = ...) -> Tensor: ...
@@ -107,19 +112,12 @@ class Shards(Shares):
             self.refuse(error)
         like = xs[0]
         batch, heads, _, dim = like.shape
-        call = batch, heads, dim, like.dtype, like.device.type, deals, recorded(*xs)
-        self.agreed(("start", *call), lambda: dict(zip((
-            "x's batch", "x's heads", "x's head_dim", "x's dtype", "x's device", "heads of all ranks", "gradients"), call)))
-        return self._send(xs, deals)
+        self.agreed({"x's batch": batch, "x's heads": heads, "x's head_dim": dim, "x's dtype": like.dtype, "x's device": like.device.type,
+                     "heads of all ranks": deals, "gradients": recorded(*xs)})
+        return self.send(xs, deals)
 
-    def to_all(self, *xs: Tensor) -> Any:
-        """A rank's tokens, gathered with those of the others, which have the same heads: ``[B, H, S_r, D]`` -> ``[B, H, S, D]``. As
-        ``to_heads``, of which every rank gets all heads."""
-        if self.ranks == 1:
-            return xs[0] if len(xs) == 1 else xs
-        return self._send(xs, tuple([(x.shape[1],) * self.ranks for x in xs])).wait()
-
-    def _send(self, xs: tuple[Tensor | Deferred, ...], deals: Deals) -> Sent:
+    def send(self, xs: tuple[Tensor | Deferred, ...], deals: Deals) -> Sent:
+        """``start`` of tensors that are checked, once the ranks agree. deals: of each tensor how many heads each rank has."""
         only = xs[0] if len(xs) == 1 else None
         if isinstance(only, Deferred) and only.ready is None and len(set(deals[0])) == 1:
             return Sent(self, xs, deals, Incoming(self, xs, deals, graph=False), False)
@@ -142,12 +140,10 @@ class Shards(Shares):
             ``[B, S_r, H, D]`` in memory.
         """
         self.check("x", x, self.length)
-        deals = (self.deal_heads(heads, key_heads),)
-        if x.shape[1] != deals[0][self.rank]:
-            raise ValueError(f"x must have rank {self.rank}'s {deals[0][self.rank]} of {heads} heads, got {x.shape[1]}")
-        if recorded(x):
-            return ToTokens.apply(self, deals, x)
-        return send_tokens(self, (x,), deals, gather=True)[0]
+        deal = self.deal_heads(heads, key_heads)
+        if x.shape[1] != deal[self.rank]:
+            raise ValueError(f"x must have rank {self.rank}'s {deal[self.rank]} of {heads} heads, got {x.shape[1]}")
+        return ToTokens.apply(self, deal, x) if recorded(x) else send_tokens(self, (x,), (deal,), gather=True)[0]
 
     def _checked(self, xs: tuple[Tensor | Deferred, ...], key_heads: int | None) -> Deals:
         """How many heads of each tensor each rank has, after the checks of ``start``."""
@@ -165,13 +161,63 @@ class Shards(Shares):
                                  f"{tuple(like.shape)} {like.dtype} {like.device} and {tuple(x.shape)} {x.dtype} {x.device}")
         return tuple([self.deal_heads(x.shape[1], key_heads) for x in xs])
 
+    def _check_shape(self, name: str, shape: torch.Size, length: int) -> None:
+        if len(shape) != 4:
+            raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {tuple(shape)}")
+        if shape[2] != length:
+            raise ValueError(f"{name} must have {self._expected(length)}, got {shape[2]} in shape {tuple(shape)}")
 
-def all_heads(peers: Peers, q_means: Tensor, k_means: Tensor) -> tuple[Tensor, Tensor]:
-    """What each rank has of its heads, of all: ``[B, H_r, N, C]`` -> ``[B, H, N, C]``, and so of key heads. Without gradients."""
-    group = group_named(peers.group)
-    own, keys = (Shards((Run(x.shape[2], False),), group.size(), group.rank(), group) for x in (q_means, k_means))
-    if own.ranks == 1:
-        return q_means, k_means
-    q, = send_tokens(own, (q_means,), (own.deal_heads(peers.heads, peers.kv_heads),), gather=True)
-    k, = send_tokens(keys, (k_means,), (own.deal_heads(peers.kv_heads),), gather=True)
-    return q.contiguous(), k.contiguous()
+    def _expected(self, length: int) -> str:
+        if length != self.local_length or self.length == length:
+            return f"the sequence's {length} tokens"
+        shared = sum([run.length for run in self.runs if run.shared])
+        whole = self.length - shared
+        share = f"rank {self.rank} of {self.ranks}'s share of {self.local_length - whole} of {shared} tokens"
+        return f"{share} and the {whole} that are whole, together {length}" if whole else share
+
+
+class Sent:
+    """Tensors on their way from tokens to heads; made by ``Shards.start``.
+
+    Attributes:
+        shards: how the ranks share the sequence out.
+        deals: of each tensor how many heads each rank has.
+        shape, dtype, device: of what comes, where it is one tensor: ``[B, H_r, S, D]``.
+        requires_grad: whether a gradient is wanted.
+    """
+
+    def __init__(self, shards: Shards, xs: tuple[Tensor | Deferred, ...], deals: Deals, incoming: Incoming | None, recorded: bool) -> None:
+        self.shards, self.deals, self.requires_grad = shards, deals, recorded
+        batch, _, _, dim = xs[0].shape
+        self.shape = torch.Size((batch, deals[0][shards.rank], shards.length, dim))
+        self.dtype, self.device = xs[0].dtype, xs[0].device
+        # Packets are copies: tensors without a gradient need not be saved.
+        self._xs = xs if recorded else ()
+        self._incoming, self._waited = incoming, False
+
+    @property
+    def heads(self) -> int:
+        """H, of the first tensor."""
+        return sum(self.deals[0])
+
+    @property
+    def plain(self) -> bool:
+        """Whether no gradient is wanted and no graph holds the exchange, so that each tensor may be waited for where it is read."""
+        return not self.requires_grad and self._incoming is not None and self._incoming.in_place
+
+    def wait(self) -> Any:
+        """``[B, H_r, S, D]`` of one tensor, a tuple of several; once, and the caller's from then on. On a GPU only the stream waits.
+
+        Raises:
+            RuntimeError: it was called before.
+        """
+        if self._waited:
+            raise RuntimeError("what was sent can be waited for once, and was: nothing is kept of it here")
+        self._waited = True
+        incoming, self._incoming = self._incoming, None
+        xs, self._xs = self._xs, ()
+        if self.requires_grad:
+            arrived = ToHeads.apply(self.shards, self.deals, incoming, *xs)
+            return arrived[0] if len(arrived) == 1 else arrived
+        assert incoming is not None, "only with gradients a graph has the exchange inside one function of autograd"
+        return incoming.wait()

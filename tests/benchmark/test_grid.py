@@ -215,7 +215,7 @@ def test_no_measured_configuration_beats_a_preset_for_few_steps():
 def is_preset(preset, entry):
     """That the preset of that name stands for this configuration, on the canvas on which it was measured."""
     from ssta.pipelines.families.wan import WAN
-    from ssta.pipelines.patch.family import preset_settings
+    from ssta.pipelines.patch.register import preset_settings
 
     config, schedule = preset_settings(WAN, preset)
     shape = config.for_canvas((12, 24, 40))

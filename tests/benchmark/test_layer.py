@@ -37,7 +37,7 @@ def test_the_default_is_what_pipelines_do(bench):
     from models import MODELS_CPU
     from shapes import DEFAULT
 
-    from ssta.pipelines.patch.family import family_of
+    from ssta.pipelines.patch.register import family_of
 
     for shape in MODELS_CPU:
         assert family_of(shape.build("cpu", torch.float32)).default_config() == DEFAULT, shape.name

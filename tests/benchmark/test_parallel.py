@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def measured(tmp_path_factory):
     """Its rows, and what each rank prints."""
     folder = tmp_path_factory.mktemp("ranks")
-    printed = bench_on_ranks.measured("bench_parallel", 2, folder, "--rounds", "1", "--ring", "2", "--only", "default", "none", "dense",
+    printed = bench_on_ranks.measured("bench_parallel", 2, folder, "--rounds", "1", "--only", "default", "none", "dense",
                                       "--csv", "parallel_mine")
     return read_rows(folder / "parallel_mine.csv"), printed
 
@@ -32,24 +32,21 @@ def test_two_ranks_end_to_end(measured):
     assert not of([row for row in rows if row["note"]])
     assert [row["what"] for row in rows][0] == "all-to-all" and float(rows[0]["gb_s"]) > 0
     for layer in ("small", "small, no text"):
-        one, two, ring = (of(rows, what="layer", shape=layer, attention="none", basis="measured", mesh=mesh)
-                          for mesh in ("1 x 1", "1 x 2", "2 x 1"))
+        one, two = (of(rows, what="layer", shape=layer, attention="none", basis="measured", ranks=ranks) for ranks in "12")
         inside = ["tile", "score", "select", "attend"]
         assert [row["stage"] for row in one] == [*inside, "untile", "total"]
-        assert [row["stage"] for row in two] == [row["stage"] for row in ring] == [
-            "exchange in", *inside, "untile", "exchange out", "total"]
-        assert max(float(two[-1]["difference"]), float(ring[-1]["difference"]), float(two[-1]["error"])) < 1e-5
+        assert [row["stage"] for row in two] == ["exchange in", *inside, "untile", "exchange out", "total"]
+        assert max(float(two[-1]["difference"]), float(two[-1]["error"])) < 1e-5
         assert float(two[-1]["imbalance"]) >= 1
         assert float(two[-1]["speed_up"]) == pytest.approx(float(one[-1]["median_ms"]) / float(two[-1]["median_ms"]))
-        for mesh in ("1 x 1", "1 x 2"):
-            default = of(rows, what="layer", shape=layer, attention="default", basis="measured", mesh=mesh)
+        for ranks in "12":
+            default = of(rows, what="layer", shape=layer, attention="default", basis="measured", ranks=ranks)
             assert {"tile", "estimate", "select", "attend", "merge", "total"} <= {row["stage"] for row in default}
             assert default[-1]["difference"] == "0.0" and 0 < float(default[-1]["error"]) < 1e-5
     steps = of(rows, what="step", basis="measured")
-    assert [(row["shape"].split(",")[0], row["attention"], row["mesh"]) for row in steps] == [
-        (model, *what) for model, dense in (("HunyuanVideo 1.5", "unmasked"), ("Wan 2.1", "stock"))
-        for what in (*((sparse, mesh) for sparse in ("default", "none") for mesh in ("1 x 1", "1 x 2", "2 x 1")),
-                     (dense, "1 x 1"), (dense, "1 x 2"))]
+    assert [(row["shape"].split(",")[0], row["attention"], row["ranks"]) for row in steps] == [
+        (model, what, ranks) for model, dense in (("HunyuanVideo 1.5", "unmasked"), ("Wan 2.1", "stock"))
+        for what in ("default", "none", dense) for ranks in "12"]
     assert all(float(row["step_s"]) > 0 and float(row["difference"]) < 1e-5 for row in steps)
     # Only the first rank prints, and its last lines are the summary.
     assert "2 ranks, measured on 1, 2" in printed[0] and "`pad_type=" in printed[0].split("\n\n")[-2] and not printed[1]
@@ -287,13 +284,13 @@ def test_tables_of_several_gpus(tmp_path):
     times = dict(median_ms=10.0, q1_ms=9.0, q3_ms=11.0)
     measure.write_rows(tmp_path / "parallel_a.csv", [
         row(what="all-to-all", ranks=2, stage="total", **times, mib=50.0, gb_s=333.3), row(what="all-to-all", ranks=4, note="failed: x"),
-        row(**layer, ranks=1, mesh="1 x 1", **times, speed_up=1.0, imbalance=1.0, difference=0.0, error=0.001),
-        row(**{**layer, "stage": "attend"}, ranks=2, mesh="1 x 2", median_ms=4.5),
-        row(**layer, ranks=2, mesh="1 x 2", median_ms=5.2, speed_up=1.923, imbalance=1.01, extra_mib=700.0, difference=0.0, error=0.001),
-        row(**layer, ranks=4, mesh="1 x 4", note="failed: y"),
-        row(**step, attention="none", ranks=2, mesh="1 x 2", step_s=1.4, speed_up=1.93),
-        *(row(**layer, ranks=ranks, mesh=f"1 x {ranks}", basis="reckoned", median_ms=10.4 / ranks, speed_up=ranks) for ranks in (1, 2, 8)),
-        row(**step, attention="stock", ranks=2, mesh="1 x 2", step_s=6.0, speed_up=1.9)])
+        row(**layer, ranks=1, **times, speed_up=1.0, imbalance=1.0, difference=0.0, error=0.001),
+        row(**{**layer, "stage": "attend"}, ranks=2, median_ms=4.5),
+        row(**layer, ranks=2, median_ms=5.2, speed_up=1.923, imbalance=1.01, extra_mib=700.0, difference=0.0, error=0.001),
+        row(**layer, ranks=4, note="failed: y"),
+        row(**step, attention="none", ranks=2, step_s=1.4, speed_up=1.93),
+        *(row(**layer, ranks=ranks, basis="reckoned", median_ms=10.4 / ranks, speed_up=ranks) for ranks in (1, 2, 8)),
+        row(**step, attention="stock", ranks=2, step_s=6.0, speed_up=1.9)])
     text = table.filled("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in ("ranks", "shared_stages", "exchange", "scaling")),
                         tmp_path)
     ranks, stages, exchange, scaling = text.split("<!-- /table -->\n")[:4]
@@ -302,11 +299,11 @@ def test_tables_of_several_gpus(tmp_path):
         '| L, layer | `pad_type="none"` | 10.0 ms | 5.20 ms | 1.92 |', '| M, step | SSTA, `pad_type="none"` | – | 1.40 s | 1.93 |',
         "| M, step | unmodified diffusers | – | 6.00 s | 1.90 |"]
     assert ranks.split("\n")[3:9] == [
-        '| L, layer | `pad_type="none"` | 1 | 1 x 1 | 10.0 ms | 1.00 | 10.4 ms | 1.00 | 1.00 | – | 0.00 | 0.00100 |',
-        '| L, layer | `pad_type="none"` | 2 | 1 x 2 | 5.20 ms | 1.92 | 5.20 ms | 2.00 | 1.01 | 700 | 0.00 | 0.00100 |',
-        '| M, step | SSTA, `pad_type="none"` | 2 | 1 x 2 | 1.40 s | 1.93 | – | – | – | – | – | – |',
-        '| L, layer | `pad_type="none"` | 8 | 1 x 8 | – | – | 1.30 ms | 8.00 | – | – | – | – |',
-        '| M, step | unmodified diffusers | 2 | 1 x 2 | 6.00 s | 1.90 | – | – | – | – | – | – |', ""]
+        '| L, layer | `pad_type="none"` | 1 | 10.0 ms | 1.00 | 10.4 ms | 1.00 | 1.00 | – | 0.00 | 0.00100 |',
+        '| L, layer | `pad_type="none"` | 2 | 5.20 ms | 1.92 | 5.20 ms | 2.00 | 1.01 | 700 | 0.00 | 0.00100 |',
+        '| M, step | SSTA, `pad_type="none"` | 2 | 1.40 s | 1.93 | – | – | – | – | – | – |',
+        '| L, layer | `pad_type="none"` | 8 | – | – | 1.30 ms | 8.00 | – | – | – | – |',
+        '| M, step | unmodified diffusers | 2 | 6.00 s | 1.90 | – | – | – | – | – | – |', ""]
     assert stages.split("\n")[1].count("attend, ms | total, ms") == 1, "stages that nothing has are not shown"
-    assert '| L | `pad_type="none"` | 1 x 2 | 4.50 | 5.20 |\n' in stages and "| 1 x 4 |" not in stages
+    assert '| L | `pad_type="none"` | 2 | 4.50 | 5.20 |\n' in stages and "| 4 |" not in stages
     assert "| 2 | 50.0 | 10.0 | 10.0% | 333 |\n" in exchange and exchange.count("\n| ") == 2

@@ -140,10 +140,10 @@ def test_rows_are_stale_when_code_under_them_changes(repository):
     assert changed(first, second, third, first) == [both, both, ()]
     assert changed(first, name="kernels_a100", device="NVIDIA A100") == [()], "it runs kernels/portable"
     commit(kernels__estimate="def g(): pass\n", pipelines__patch__report="x = 1\n", pipelines__ranks__split="x = 1\n",
-           ssta__ranks__rings="x = 1\n", ssta__trained__vsa="x = 1\n")
+           ssta__ranks__exchange="x = 1\n", ssta__trained__vsa="x = 1\n")
     assert changed(third) == [()]
     assert changed(third, name="layer_h200") == changed(third, name="pipeline_h200") == [("kernels/estimate.py",)]
-    assert changed(third, name="parallel_h200x2") == [("kernels/estimate.py", "pipelines/ranks/split.py", "ssta/ranks/rings.py")]
+    assert changed(third, name="parallel_h200x2") == [("kernels/estimate.py", "pipelines/ranks/split.py", "ssta/ranks/exchange.py")]
     assert changed(third, name="vsa_h200") == [("kernels/estimate.py", "ssta/trained/vsa.py")]
     (tree / "ssta" / "attention.py").unlink()
     (tree / "kernels" / "__init__.py").write_text("from .estimate import g\n")

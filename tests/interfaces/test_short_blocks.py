@@ -4,16 +4,15 @@ from functools import partial
 
 import pytest
 import torch
-from backend_rows import DEVICE
 from cases import INTERPRETED
-from oracles import Functions, assert_as_exact_as_torch, attention_by, attention_with_gradients
+from oracles import Functions, assert_as_exact_as_torch, attention_with_gradients
 
 from ssta.interfaces.tokens import block_attention
 from ssta.interfaces.tokens import blocks as short_blocks
-from ssta.kernels import BlockLists, block_sparse_attention, choose_route
+from ssta.interfaces.tokens import compacted as copies
+from ssta.kernels import BlockLists, block_sparse_attention
 from ssta.kernels.device import DeviceLimits
 from ssta.kernels.reference import reference_attention
-from ssta.kernels.routing import Problem, Where, decide
 
 DEVICES = [pytest.param("cuda" if torch.cuda.is_available() else "cpu", "triton", id="triton"),
            pytest.param("cuda", "auto", id="auto", marks=pytest.mark.gpu)]
@@ -30,34 +29,34 @@ def lists(shape, items, q_block, kv_block, device):
     return BlockLists.from_mask(kept, q_block, kv_block)
 
 
-def compacted(impl, blocks, dim, room=512 << 20):
-    """Attention with compacted keys forward and backward, however few rows share a list; ``room``: bytes of the copies."""
-    from ssta.interfaces.tokens.triton.compacted import compacted_backward, compacted_forward
+def compacted(impl, blocks):
+    """Attention with compacted keys forward and backward, however few rows share a list."""
+    def attend(q, k, v):
+        fields = blocks.counts, blocks.indices, blocks.q_offsets, blocks.kv_offsets
+        return copies.compacted_attention(q, k, v, *fields, q.shape[3]**-0.5, True, impl)
 
-    route = choose_route(impl, DEVICE, torch.float16, dim)
-    return attention_by(lambda q, k, v, blocks, scale, causal: compacted_forward(route, q, k, v, blocks, scale, room=room),
-                        lambda *given: compacted_backward(route, *given[:-1], True, room=room), blocks, dim**-0.5)
+    return attend
 
 
 @pytest.mark.parametrize("device, impl", DEVICES)
 @pytest.mark.parametrize("list_heads, parts, kv_block", [(1, "few", 1), (2, "one", 5), (2, "many", 1), (4, "few", 5), (4, "many", 1)])
 @pytest.mark.slow
-def test_against_float64_in_parts(device, impl, list_heads, parts, kv_block):
-    # A list of one head, of all heads of some blocks, of everything.
-    room = {"one": 1 << 30, "few": 6_000 if device == "cpu" else 200_000, "many": 0}[parts]
+def test_against_float64_in_parts(device, impl, list_heads, parts, kv_block, monkeypatch):
+    # All query blocks at once, two, one.
+    monkeypatch.setattr(copies, "COPIES", {"one": 1 << 30, "few": 30_000 if device == "cpu" else 1_000_000, "many": 0}[parts])
     dim, q_block, kv_len = (64, 128, 143) if device == "cuda" else (16, 16, 23)
     blocks = lists((2, list_heads, 3), -(-kv_len // kv_block), q_block, kv_block, device)
     q, k, v = inputs(2, 4, 2, 2 * q_block + 5, kv_len, dim, device)
-    assert_as_exact_as_torch(compacted(impl, blocks, dim, room), q, k, v, blocks)
+    assert_as_exact_as_torch(compacted(impl, blocks), q, k, v, blocks)
 
 
 @pytest.mark.parametrize("device, impl", DEVICES)
 def test_ids_out_of_range_are_absent(device, impl):
     indices = torch.tensor([[-1, 7, 3, 99], [50, -5, 60, 1 << 30]], device=device)
     q, k, v = inputs(1, 2, 1, 32, 20, 16 if device == "cpu" else 64, device)
-    out, lse = compacted(impl, BlockLists.from_topk(indices, 16, 2), q.shape[3])(q, k, v)
+    out, lse = compacted(impl, BlockLists.from_topk(indices, 16, 2))(q, k, v)
     seen = BlockLists.from_topk(torch.tensor([[7, 3]], device=device), 16, 2)
-    expected, _ = compacted(impl, seen, q.shape[3])(q[:, :, :16], k, v)
+    expected, _ = compacted(impl, seen)(q[:, :, :16], k, v)
     assert torch.equal(out[:, :, :16], expected)
     assert (out[:, :, 16:] == 0).all() and (lse[:, :, 16:] == float("-inf")).all()
 
@@ -69,7 +68,7 @@ def test_same_bits_twice_and_nothing_from_keys_that_are_not_listed(device, impl)
     dout = torch.randn_like(q)
 
     def run(k, v):
-        out, _ = compacted(impl, blocks, q.shape[3])(q, k, v)
+        out, _ = compacted(impl, blocks)(q, k, v)
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
     first = run(k, v)
@@ -86,49 +85,43 @@ def test_same_bits_twice_and_nothing_from_keys_that_are_not_listed(device, impl)
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so Triton's interpreter, which lowers the lists here, is off")
-def test_hopper_attends_to_copies(late):
-    """Runs of copied keys as blocks; the memory behind the copies is NaN; two heads share a run, query blocks are the batch."""
+def test_hopper_attends_to_copies(late, monkeypatch):
+    """Runs of copied keys as blocks; two heads share a run."""
     from hopper_emulator import run
-
-    from ssta.interfaces.tokens.triton.compacted import compacted_backward, compacted_forward
 
     kept = torch.rand(1, 2, 3, 220) < 0.6
     kept[0, 1, 0] = False
     blocks = BlockLists.from_mask(kept, 64, 1)
-    q, k, v = inputs(1, 4, 2, 150, 220, 64, "cpu")
+    leaves = [x.requires_grad_() for x in inputs(1, 4, 2, 150, 220, 64, "cpu")]
     hopper = Functions(partial(run, "forward", causal=False, late=late), lambda *given: run("backward", *given, True, late=late))
-    out, lse = compacted_forward(hopper, q, k, v, blocks, 0.125)
+    monkeypatch.setattr(copies, "choose_route", lambda *given, **facts: hopper)
+    out, lse = compacted("hopper", blocks)(*leaves)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     attend = partial(reference_attention, blocks=blocks, scale=0.125, causal=False)
-    exact = attention_with_gradients(attend, *(x.double() for x in (q, k, v)), dout, dlse)
-    grads = compacted_backward(hopper, dout, dlse, q, k, v, out, lse, blocks, 0.125, True)
+    exact = attention_with_gradients(attend, *(x.detach().double() for x in leaves), dout, dlse)
+    grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     torch.testing.assert_close(lse.double(), exact[1], rtol=1e-4, atol=1e-4)
     for got, right in zip((out, *grads), (exact[0], *exact[2:])):
         torch.testing.assert_close(got.double(), right, rtol=5e-3, atol=5e-3)
 
 
 def test_how_short_key_blocks_are_read(monkeypatch):
-    """On a Hopper GPU, which need not be there: the kernels of forward and backward."""
-    def choose(impl, device, dtype, head_dim, facts, *, heads, kv_heads, causal, deterministic):
-        return decide(impl, Problem(Where("cuda", (9, 0), False, dtype, head_dim), heads, kv_heads, causal, facts, deterministic))
+    """On a GPU that has kernels, which need not be there."""
+    monkeypatch.setattr(short_blocks, "choose_token_impl", lambda impl, device, dtype, dim: "torch" if dtype == torch.float32 else "triton")
 
-    monkeypatch.setattr(short_blocks, "choose_route", choose)
-
-    def read(q_block=64, kv_block=1, list_heads=2, impl="auto", causal=False, **fields):
+    def read(q_block=64, kv_block=1, list_heads=2, impl="auto", differentiable=False, dtype=torch.float16, **fields):
         blocks = lists((1, list_heads, 3), 8, q_block, kv_block, "cpu")
         blocks = BlockLists(blocks.counts, blocks.indices, q_block, kv_block, num_kv_blocks=8, **fields)
-        q, k, _ = inputs(1, 16, 2, 3, 8, 64, "cpu")
-        route = short_blocks.short_route(impl, q, k, blocks, causal, True)
-        return route.forward, (route.copies or route.tiles).name, None if route.copies is None else route.copies.backward.kernels
+        q, k = (torch.empty(1, heads, 3, 64, dtype=dtype, device="meta") for heads in (16, 2))
+        return short_blocks.how_read(impl, q, k, blocks, differentiable)
 
-    compacted = ("compacted", "hopper", "hopper")
-    assert read() == read(list_heads=1) == read(kv_block=15) == read(impl="hopper") == compacted, "512 rows share a list"
-    assert read(impl="triton") == ("compacted", "triton", "triton")
-    assert read(q_block=63) == read(list_heads=16) == ("gathered", "triton", "triton"), "rows are too few for the copies to pay"
-    assert read(q_block=1, impl="hopper") == ("tiles", "hopper", "hopper"), "gradients of single keys have no other good way"
-    # Copies have lost their positions, and parts of equal size need uniform blocks.
-    assert read(causal=True) == read(kv_lengths=torch.zeros(8, dtype=torch.int32)) == ("gathered", "triton", None)
-    assert read(causal=True, impl="hopper") == ("tiles", "hopper", None) and read(impl="torch") == ("tiles", "torch", None)
+    assert read() == read(list_heads=1) == read(kv_block=15) == read(impl="hopper") == "compacted", "512 rows share a list"
+    assert read(q_block=63) == read(list_heads=16) == "gathered", "rows are too few for the copies to pay"
+    assert read(q_block=1, differentiable=True) == "compacted", "gradients of single keys have no other good way"
+    assert read(q_block=1, impl="hopper") == read(q_block=1, dtype=torch.float32) == "compacted", "no kernel gathers these"
+    # Copies are made for uniform blocks.
+    lengths = dict(kv_lengths=torch.zeros(8, dtype=torch.int32))
+    assert read(**lengths) == "tiles" and read(q_block=1, **lengths) == "gathered"
 
 
 @pytest.mark.parametrize("device, impl", DEVICES)

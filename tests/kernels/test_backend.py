@@ -5,8 +5,8 @@ import torch
 from backend_rows import DEVICE
 
 from ssta.kernels import choose_backend
-from ssta.kernels import cudnn_package as package
 from ssta.kernels.backend import STEPS, choose
+from ssta.kernels.cudnn import package
 from ssta.kernels.routing import IMPLEMENTATIONS, Where
 
 HOPPER = Where("cuda", (9, 0), False, torch.bfloat16, 128)

@@ -14,16 +14,16 @@ from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from oracles import assert_as_exact_as_torch
 
 from ssta import SSTAConfig, TokenLayout, VideoGrid, explain, ssta_attention
-from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention, cudnn_check
-from ssta.kernels import cudnn_package as package
+from ssta.kernels import BlockLists, PatternFacts, block_sparse_attention
+from ssta.kernels.cudnn import check as cudnn_check
+from ssta.kernels.cudnn import package
 from ssta.kernels.op import RecordedAttention
-from ssta.kernels.routing import LONG_BLOCKS, Pass, Problem, Route, Where, decide
+from ssta.kernels.routing import LONG_BLOCKS, Problem, Route, Where, decide
 
 GPU = torch.device("cuda", 0)
 # Short, so that short blocks have several.
 SLOTS = (16, 32)
-DIRECT = Route("cudnn", Pass("cudnn", "cudnn.attention:cudnn_forward"),
-               Pass("cudnn", "cudnn.attention:cudnn_backward"), (), "cpu")
+DIRECT = Route("cudnn", "cudnn", (), "cpu")
 
 
 def _missing():
@@ -163,7 +163,7 @@ def route(monkeypatch):
 def test_what_it_cannot_do_is_refused_with_a_reason(changed, reason, route):
     with pytest.raises(ValueError, match=f"impl='cudnn' .*{reason}"):
         route("cudnn", **changed)
-    assert route(**changed).name in ("hopper", "triton") and route(**changed).forward.kernels != "cudnn"
+    assert route(**changed).name in ("hopper", "triton")
 
 
 @pytest.mark.parametrize("changed, reason", SUITS_NOT)
@@ -172,7 +172,7 @@ def test_where_auto_leaves_it(changed, reason, route):
     if changed.get("capability") == (9, 0):
         changed = changed | dict(dim=96)  # for which there is no kernel in Gluon
     taken = route(**changed)
-    assert taken.name == taken.backward.kernels == "triton" and dict(taken.rejected)["cudnn"] == reason
+    assert taken.name == taken.backward == "triton" and dict(taken.rejected)["cudnn"] == reason
     assert f"not 'cudnn', which {reason}" in taken.explain()
     assert route("cudnn", **changed).name == "cudnn"
 
@@ -182,7 +182,7 @@ def test_whose_backward_runs(changed, reason, route):
     taken = route(**changed)
     assert taken.name == "cudnn" and taken.rejected[0][0] == "hopper"
     assert "'cudnn': nvidia-cudnn-frontend 1.32.0, its self-check passed" in taken.explain()
-    assert taken.backward.kernels == ("cudnn" if reason is None else "triton") and not taken.in_place and not taken.takes_deterministic
+    assert taken.backward == ("cudnn" if reason is None else "triton") and not taken.in_place and not taken.takes_deterministic
     assert [of for of, _ in taken.backward_rejected] == ([] if reason is None else ["cudnn"])
     if reason:
         assert taken.backward_rejected[0][1].endswith(reason)

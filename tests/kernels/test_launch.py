@@ -84,6 +84,13 @@ def test_triton_looks_at_every_kind_once(other):
     assert len(kernel.calls) == 2 and len(kernel.later) == 2
 
 
+def test_each_odd_address_counts():
+    kernel, odd = Recorder(), FLOATS[1:]
+    for tensors in ((FLOATS, odd), (odd, FLOATS), (odd, odd), (FLOATS, FLOATS), (FLOATS[2:], odd), (FLOATS, odd)):
+        launch.launch(kernel, GRID, tensors, (5,), dict(SIZE=64))
+    assert len(kernel.calls) == 5 and len(kernel.later) == 1
+
+
 def test_another_tensor_of_a_kind_is_no_new_one():
     kernel = Recorder()
     for _ in range(3):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ssta import DenseRun, TokenLayout, VideoGrid, tile_layout
 from ssta.kernels.eager.ranking import topk_blocks
-from ssta.kernels.moves import Move
+from ssta.kernels.prologue.projection import Move
 from ssta.scoring import descriptors
 from ssta.text import tile_places
 

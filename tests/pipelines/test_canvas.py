@@ -10,7 +10,7 @@ from graphs import Graphs
 from tiny_hunyuan import CANVAS, SPARSE
 from tiny_models import TINY, run
 
-from ssta import DenseRun, VideoGrid
+from ssta import DenseRun, TokenLayout, VideoGrid
 from ssta.pipelines import Schedule, SSTAProcessor, apply_ssta
 from ssta.pipelines.patch.canvas import from_coordinates, from_numbers
 
@@ -128,3 +128,23 @@ def test_coordinates_that_do_not_say_where_the_video_ends_are_refused():
     with pytest.raises(ValueError, match=r"num_frames, height and width must be given .* got video_coords of shape \(1, 3, 24, 2\)"):
         from_numbers(torch.nn.Module(), dict(video_coords=coordinates))
     assert from_numbers(torch.nn.Module(), dict(video_coords=coordinates, num_frames=2, height=3, width=4)) == (2, 3, 4)
+
+
+def test_where_the_video_lies_in_a_sequence():
+    """By the tokens that there are, or by as many conditions as a processor says; histories of the family's come before the video only."""
+    tiny, video, text, history = TINY["wan"], VideoGrid(*CANVAS), DenseRun(5), VideoGrid(1, 3, 4)
+    model = tiny.build()
+    with apply_ssta(model, SPARSE, schedule=Schedule()) as handle:
+        run(model, tiny.call())
+        (_, _, context, ((_, processor), *_)), = handle.layers()
+        alone, more = video.length, video.length + text.length
+        assert processor.video_alone(alone) == processor.video_then(alone) == processor.video_after(alone) == TokenLayout((video,))
+        assert processor.video_then(more) == processor.video_then(more, 5) == TokenLayout((video, text))
+        assert processor.video_after(more) == processor.video_after(more, 5) == TokenLayout((text, video))
+        for layout, *conditions in ((processor.video_alone,), (processor.video_then, 4), (processor.video_after, 4)):
+            with pytest.raises(ValueError, match="hidden_states must have the canvas' 3 x 6 x 8 tokens, got 14[59] video tokens"):
+                layout(more, *conditions)
+        with context.resumed(context.call._replace(before=(history,))):
+            assert processor.video_alone(history.length + alone) == TokenLayout((history, video))
+            assert processor.video_then(history.length + more) == TokenLayout((history, video, text))
+            assert processor.video_after(more) == TokenLayout((text, video))

@@ -12,7 +12,7 @@ from uninitialised import poison_free_memory
 
 from ssta.kernels import choose_route
 from ssta.pipelines import apply_ssta
-from ssta.pipelines.patch.family import family_of
+from ssta.pipelines.patch.register import family_of
 
 # How much farther from the truth kernels may be than the reference in the same dtype, whose selections are rounded alike.
 FACTOR = 2.0

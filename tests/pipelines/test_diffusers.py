@@ -18,7 +18,7 @@ from tiny_models import TINY, TOLERANCE, run
 from tiny_pipelines import PIPELINES, latents
 
 from ssta.pipelines import Schedule, apply_ssta, remove_ssta
-from ssta.pipelines.patch.family import family_of
+from ssta.pipelines.patch.register import family_of
 
 NEVER_DENSE = Schedule()
 ALL = sorted(set(TINY) - {"hunyuan_video_i2v", "wan_ti2v", "cogvideox_2b", "cogvideox_1.5", "consisid"})

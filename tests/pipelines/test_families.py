@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from ssta import DenseRun, SSTAConfig, VideoGrid
 from ssta.pipelines import Schedule, SSTAProcessor, apply_ssta, remove_ssta, supported_models
 from ssta.pipelines.patch.canvas import from_coordinates
-from ssta.pipelines.patch.family import family_of
+from ssta.pipelines.patch.register import family_of
 
 NEVER_DENSE = Schedule()
 # An animation has a frame besides the reference.

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ssta import SSTAConfig, pipelines
 from ssta.pipelines import Schedule, SSTAProcessor, remove_ssta
-from ssta.pipelines.patch.family import family_of, preset_settings, small_tiles
+from ssta.pipelines.patch.register import family_of, preset_settings
+from ssta.pipelines.schedule.presets import small_tiles
 
 
 def stock_everywhere(model) -> bool:

@@ -11,7 +11,7 @@ from tiny_pipelines import PIPELINES, latents
 from ssta import SSTAConfig
 from ssta.pipelines import Schedule, apply_ssta
 from ssta.pipelines.families import PLACES
-from ssta.pipelines.patch.family import _registered, family_of, preset_names, preset_settings
+from ssta.pipelines.patch.register import _registered, family_of, preset_names, preset_settings
 from ssta.pipelines.schedule.presets import OWN_PRESETS, PRESETS
 
 

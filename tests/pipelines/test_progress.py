@@ -57,7 +57,7 @@ class Trail:
         self.dense: list[bool] = []
         context = next(module.processor.context for module in model.modules() if hasattr(getattr(module, "processor", None), "context"))
         # After the hook that finds the step.
-        self.hook = model.register_forward_pre_hook(lambda *_: self.dense.append(context.dense_step))
+        self.hook = model.register_forward_pre_hook(lambda *_: self.dense.append(context.call.ruling.dense))
 
     def steps(self, count: int) -> list[bool]:
         """For each of ``count`` steps, which all take as many forwards."""

@@ -189,6 +189,15 @@ def test_vace_keeps_the_first_layer_of_both_stacks_dense():
         assert handle.schedule.dense_layers == ("blocks.0.attn1", "vace_blocks.0.attn1")
 
 
+def test_a_dense_step_is_dense_in_layers_with_a_configuration_of_their_own_too():
+    pipe, call = PIPELINES["ltx"].build(), PIPELINES["ltx"].call
+    with apply_ssta(pipe, SPARSE, schedule=Schedule(dense_steps=0.5, layer_configs={0: replace(SPARSE, topk=1)})):
+        seen = watched(pipe)
+        latents(pipe, steps=2, **call)
+    half = len(seen) // 2
+    assert [dense for _, dense in seen] == [True] * half + [False] * half and half > 1
+
+
 def test_densities_by_step_are_those_that_set_density_sets():
     """One for each step; 1 is the stock model's attention; layers with a configuration of their own keep it."""
     pipe, wanted = PIPELINES["ltx"].build(), (1, 0.5, 0.5, 0.2)
@@ -196,7 +205,7 @@ def test_densities_by_step_are_those_that_set_density_sets():
     with apply_ssta(pipe, density=0.3, schedule=schedule) as handle:
         first, second = (module.processor for module in pipe.transformer.modules() if hasattr(getattr(module, "processor", None), "site"))
         kind = type(second)._attend_sparsely
-        second._attend_sparsely = lambda *args: seen.append((first.config_now, second.config_now)) or kind(second, *args)
+        second._attend_sparsely = lambda *args: seen.append((first.ruling.config, second.ruling.config)) or kind(second, *args)
         latents(pipe, steps=4, **PIPELINES["ltx"].call)
         assert (handle.report()[1].steps, handle.report()[1].dense_steps) == (4, 1)
         own, per_step = handle.config, len(seen) // 3

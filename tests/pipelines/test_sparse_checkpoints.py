@@ -368,8 +368,8 @@ def densities_of(pipe, steps, schedule, method="vsa", **options):
     seen = {}
     with METHODS[method][0](pipe, {"transformer": branch(method)}, schedule=schedule, **options):
         processor = pipe.transformer.blocks[1].attn1.processor
-        noted = processor._noted
-        processor._noted = lambda *args: seen.setdefault("transformer", []).append(processor.config_now.density) or noted(*args)
+        noted = processor._ended
+        processor._ended = lambda *args: seen.setdefault("transformer", []).append(processor.ruling.config.density) or noted(*args)
         latents(pipe, steps=steps, **PIPELINES["wan"].call)
     return seen["transformer"]
 

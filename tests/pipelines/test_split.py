@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import sys
 from fnmatch import fnmatchcase
 from functools import partial
 from types import SimpleNamespace
@@ -16,9 +17,9 @@ from tiny_hunyuan import SPARSE, apply_ssta, tiny_transformer
 from tiny_models import SPLIT, TINY, run
 
 from ssta.pipelines import Family, Split, cp_plan
-from ssta.pipelines.patch.call import Ranks
-from ssta.pipelines.patch.family import family_of
+from ssta.pipelines.patch.register import family_of
 from ssta.pipelines.ranks.split import gathered
+from ssta.pipelines.terms import Ranks
 
 # By diffusers' own exchange: in LTX-2 audio's queries, which are whole, look at the video's keys, which are split; in Kandinsky 6 both are.
 LEFT_TO_DIFFUSERS = {"ltx2": ("transformer_blocks.*.video_to_audio_attn",),
@@ -131,3 +132,12 @@ def test_a_split_of_the_wrong_kinds(options, message):
 def test_a_family_without_a_split():
     with pytest.raises(TypeError, match="Family.split must be a Split or None, got {}"):
         Family("Mine", lambda model: [], lambda model, arguments: (1, 1, 1), split={})
+
+
+def test_one_rank_needs_nothing_of_several(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ssta.pipelines.ranks.parallel", None)
+    model, call = TINY["wan"].build(), TINY["wan"].call()
+    stock = run(model, call)
+    with apply_ssta(model, SPARSE):
+        run(copy.deepcopy(model), call)
+    assert torch.equal(run(model, call), stock)

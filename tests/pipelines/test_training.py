@@ -337,6 +337,18 @@ def test_what_comes_between_forward_and_backward_changes_nothing():
             both_gradients(True)
 
 
+def test_diffusers_checkpointing_recomputes_at_the_density_of_its_forward():
+    model, call = TINY["wan"].build(), TINY["wan"].call()
+    with apply_ssta(model, TILES, schedule=Schedule()) as handle:
+        plain = gradients(model, call)
+        model.enable_gradient_checkpointing()
+        model.zero_grad()
+        loss = model(**call)[0].square().mean()
+        set_density(handle, 0.5)
+        loss.backward()
+        assert all(torch.equal(model.get_parameter(name).grad, expected) for name, expected in plain.items())
+
+
 def test_a_selection_that_would_come_out_otherwise_is_kept(monkeypatch):
     """As from kernels that give other bits the second time: chosen anew, the gradients would be those of other tiles."""
     model, call = TINY["wan"].build(), TINY["wan"].call()

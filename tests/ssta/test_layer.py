@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from selection_cases import cases, layer_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, dense_attention, explain, ssta_attention
+from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, explain, ssta_attention
 from ssta.attention import attend
 from ssta.kernels import Deferred, Projection
 from ssta.layer import Layer, prepared
-from ssta.spec import LayerSpec, Peers
+from ssta.ranks import Run, Shards
+from ssta.ranks.layer import Exchange
+from ssta.spec import LayerSpec
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -132,10 +135,10 @@ def test_the_64_used_last_are_kept_and_another_one_takes_the_place_of_one():
 # The spec
 
 
-@given(cases(), st.booleans(), st.booleans(), st.sampled_from((None, ((0, 3), (5, 2)))), st.sampled_from((None, Peers("0", 8, 4))))
-def test_a_spec_is_what_its_text_says(case, deterministic, recorded, rows, peers):
+@given(cases(), st.booleans(), st.booleans(), st.booleans())
+def test_a_spec_is_what_its_text_says(case, deterministic, recorded, means):
     spec = LayerSpec(case.tokens, case.tokens, case.config, 0.1 + 0.2, case.q.dtype, case.q.device, 4, 2, 8, "auto", deterministic,
-                     recorded, rows, peers)
+                     recorded, means)
     again = LayerSpec.from_text(spec.text, spec.device)
     assert again == spec and hash(again) == hash(spec) and again.text == spec.text
     assert [again.config.selected_by, again.config.scored_by] == [spec.config.selected_by, spec.config.scored_by]
@@ -183,19 +186,6 @@ def test_compiled_into_one_graph_it_gives_the_same_bits(name, grad, masked, by_t
     call = layer_call(name, MASK.to(DEVICE) if masked else None)
     tensors = inputs(grad=grad, by_token=by_token)
     weight = torch.randn_like(tensors[0])
-    same(results(torch.compile(call, fullgraph=True, backend="aot_eager"), tensors, weight), results(call, tensors, weight))
-
-
-@pytest.mark.slow
-def test_some_rows_of_a_layer_that_moves_nothing_in_one_graph():
-    torch._dynamo.reset()
-    layout, tensors = TokenLayout((DenseRun(7), DenseRun(5))), [torch.randn(1, 2, 12, 8, device=DEVICE).requires_grad_() for _ in range(3)]
-    weight = torch.randn(1, 2, 5, 8, device=DEVICE)
-
-    def call(*x):
-        result = dense_attention(*x, layout, rows=((2, 3), (8, 2)))
-        return result.out, result.selection.blocks
-
     same(results(torch.compile(call, fullgraph=True, backend="aot_eager"), tensors, weight), results(call, tensors, weight))
 
 
@@ -287,8 +277,8 @@ def test_lists_that_a_layer_returns_can_be_copied():
 class Watched(Layer):
     """Its last step wants tiled k and v to be gone."""
 
-    def gather(self, q, k, v, note):
-        tiled = super().gather(q, k, v, note)
+    def gather(self, q, k, v):
+        tiled = super().gather(q, k, v)
         self.held = [weakref.ref(x) for x in tiled[1:3]]
         return tiled
 
@@ -355,30 +345,56 @@ def test_tensors_that_hooks_give_back_in_other_strides_have_the_same_gradients(s
 class Late:
     """As other ranks send a tensor, which is the layer's own from then on."""
 
+    plain = True
+
     def __init__(self, name, x, steps):
         self.x, self.name, self.steps = x, name, steps
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
 
     def wait(self):
         self.steps.append(self.name)
-        return self.x.clone()
+        x = self.x.clone()
+        self.arrived = weakref.ref(x)
+        return x
+
+
+def arriving(layer, steps, *sent):
+    """``sent``, q, k and v, as one rank's exchange gives them to a layer."""
+    shards = Shards((Run(layer.spec.layout.length, True),), 1, 0, None)
+    return partial(Exchange(shards, layer.spec, list(sent), steps.append).tiled, layer)
+
+
+def test_what_has_arrived_is_gone_once_it_is_in_tiles():
+    """And tiles are gone where the result leaves them."""
+    q, k, v = inputs()
+    late, tiles = [Late(name, x, []) for name, x in zip("qkv", (q, k, v))], []
+
+    class Moved(Layer):
+        def means(self, tiled):
+            assert [x.arrived() for x in late] == [None] * 3
+            tiles.extend(map(weakref.ref, (tiled.q, tiled.k, tiled.v)))
+            return super().means(tiled)
+
+        def take(self, out):
+            assert [x() for x in tiles] == [None] * 3
+            return super().take(out)
+
+    layer = Moved(layer_of(q, k, LAYOUT, config_of("estimate")).spec)
+    layer.run(arriving(layer, [], *late))
 
 
 @pytest.mark.parametrize("name", ["topk", "estimate", "threshold"])
 def test_what_is_on_its_way_is_waited_for_where_it_is_read(name):
-    """The same bits, here of tokens in the order in which ranks send them on."""
+    """The same bits."""
     mask = MASK.to(DEVICE)
-    of = layer_of(*inputs(torch.float16, 16, layout=FEW_TILES)[:2], FEW_TILES, config_of(name), impl="triton").spec
-    plain, late = Layer(of), Layer(of._replace(returned=((20, 16), (36, 5), (0, 20), (36, 5))))
-    order = torch.cat([torch.arange(first, first + count, device=DEVICE) for first, count in late.spec.returned])
-    assert LayerSpec.from_text(late.spec.text, of.device) == late.spec
+    layer = layer_of(*inputs(torch.float16, 16, layout=FEW_TILES)[:2], FEW_TILES, config_of(name), impl="triton")
     for _ in range(2):
         q, k, v = inputs(torch.float16, 16, layout=FEW_TILES)
         steps = []
         with torch.no_grad():
-            wanted = plain.run(q, k, v, mask)
-            ran = late.run(*[Late(name, x, steps) for name, x in zip("qkv", (q, k, v))], mask)
-        assert torch.equal(ran.out, wanted.out[:, :, order]) and steps == ["v", "k", "q"]
+            wanted = layer.run(q, k, v, mask)
+            ran = layer.run(arriving(layer, steps, *[Late(name, x, steps) for name, x in zip("qkv", (q, k, v))]), text_mask=mask)
+        assert torch.equal(ran.out, wanted.out) and steps == ["v", "k", "q", "arrived"]
         assert torch.equal(ran.selection.blocks.to_mask(), wanted.selection.blocks.to_mask())
 
 
@@ -427,7 +443,7 @@ class Copied(Late):
 
     def __init__(self, name, x, steps):
         super().__init__(name, x, steps)
-        self.stream = torch.cuda.Stream()
+        self.memory, self.stream = torch.full_like(x, float("nan")), torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(1_000_000)
@@ -444,16 +460,14 @@ def test_on_a_gpu_the_device_waits_for_what_is_on_its_way(name):
     layout, config = TokenLayout.video_text((7, 9, 20), 30), SSTAConfig(**{**BASE, **CONFIGS[name], "tile_thw": (4, 4, 8)})
     q, k, v = (torch.randn(1, layout.length, 6, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
     plain = layer_of(q, k, layout, config)
-    late = Layer(plain.spec._replace(returned=((700, 560), (1260, 30), (0, 700), (1260, 30))))
-    order = torch.cat([torch.arange(first, first + count, device="cuda") for first, count in late.spec.returned])
     for turn in range(3):
         wanted = plain.run(q, k, v)
         torch.cuda.set_sync_debug_mode("error" if turn else "default")
         try:
-            ran = late.run(*[Copied(name, x, []) for name, x in zip("qkv", (q, k, v))])
+            ran = plain.run(arriving(plain, [], *[Copied(name, x, []) for name, x in zip("qkv", (q, k, v))]))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        torch.testing.assert_close(ran.out, wanted.out[:, :, order], rtol=2**-7, atol=2e-3)
+        torch.testing.assert_close(ran.out, wanted.out, rtol=2**-7, atol=2e-3)
         assert torch.equal(ran.selection.blocks.to_mask(), wanted.selection.blocks.to_mask())
         q, k, v = k, q, v
 

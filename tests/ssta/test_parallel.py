@@ -1,7 +1,6 @@
 """Attention over several ranks: gloo processes on the CPU, each number of which is started once and runs all cases of parallel_cases."""
 
-from dataclasses import replace
-from types import SimpleNamespace
+import weakref
 
 import parallel_cases
 import pytest
@@ -14,10 +13,9 @@ from ranks import on_ranks, values_of
 from ssta import DenseRun, SSTAConfig, TokenLayout, VideoGrid, ssta_attention
 from ssta.kernels import Deferred, Projection, RMSNorm
 from ssta.kernels.prologue.norm_rope_kernel import token_rstd
-from ssta.ranks import Run, Shards, around, check_ranks, deal, exchange
+from ssta.ranks import Run, Shards, check_ranks, deal, exchange
 from ssta.ranks.agreement import told
-from ssta.ranks.shards import TOGETHER
-from ssta.spec import LayerSpec
+from ssta.ranks.layer import TOGETHER, enter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -70,7 +68,7 @@ class Still:
 
     sent: list = []
 
-    def __init__(self, group, send, comes, goes, graph, into=None, plan=None):
+    def __init__(self, group, send, comes, goes, graph, into=None):
         self.sent.append((send, comes, goes))
         self.into = into.zero_()
 
@@ -82,16 +80,14 @@ class Still:
 def test_all_ranks_send_queries_keys_and_values_alike(monkeypatch, more, exchanges):
     """Together or one by one, as the whole sequence says, also where the shares of ranks lie to either side of the limit."""
     monkeypatch.setattr(exchange, "Collective", Still)
-    monkeypatch.setattr(around, "group_named", lambda name: None)
+    monkeypatch.setattr(Shards, "agreed", lambda self, facts: None)
     tokens = 2 * TOGETHER // (2 * 64 * 4) + more
     layout = TokenLayout((VideoGrid(1, 1, tokens),))
     config = SSTAConfig(tile_thw=(1, 1, 64), topk=2)
-    spec = LayerSpec(layout, layout, config, 1.0, torch.float32, torch.device("cpu"), 2, 2, 64, "auto", True, False)
     assert len({shards(2, rank, layout).local_length for rank in range(2)}) == 2
     for rank in range(2):
-        held, Still.sent = replace(shards(2, rank, layout), group=SimpleNamespace(group_name="ranks")), []
-        of = held.exchange(*torch.zeros(3, 1, 2, held.local_length, 64), spec, lambda step: None)
-        of.around.enter(*of.take(), lambda step: None)
+        held, Still.sent = shards(2, rank, layout), []
+        enter(*torch.zeros(3, 1, 2, held.local_length, 64), layout, config, held)
         assert len(Still.sent) == exchanges
 
 
@@ -105,6 +101,16 @@ def projections(shards, batch, heads, dim, across_heads, dtype=torch.float16):
 
     held = [place.held[shards.rank] for place in shards.places]
     return Deferred((of(held[0] - 3, True), of(3, True), *[of(tokens, False) for tokens in held[1:]]))
+
+
+@pytest.mark.parametrize("layout", [TokenLayout((VideoGrid(1, 5, 3), DenseRun(4))), TokenLayout((VideoGrid(1, 5, 3), VideoGrid(1, 2, 4)))])
+def test_what_has_arrived_is_the_callers_alone(monkeypatch, layout):
+    monkeypatch.setattr(exchange, "Collective", Still)
+    monkeypatch.setattr(exchange, "Batch", lambda group, rank, runs: Still(group, runs[0][0], (), (), False, runs[0][2]))
+    held = shards(2, 0, layout)
+    incoming = exchange.Incoming(held, (torch.zeros(1, 2, held.local_length, 8),), ((1, 1),), graph=False)
+    buffer = weakref.ref(incoming.wait().untyped_storage())
+    assert buffer() is None
 
 
 @pytest.mark.parametrize("across_heads", [False, True])

@@ -12,8 +12,9 @@ from selection_cases import Case, cases, layer_of, selected
 
 from ssta import DenseRun, SSTAConfig, TokenLayout, ssta_3d_attention, tile_layout
 from ssta.budget import threshold_counts
+from ssta.config import SAMPLING_TYPES
 from ssta.kernels.eager.ranking import topk_blocks
-from ssta.scoring import descriptors
+from ssta.scoring import RULES, descriptors
 from ssta.selection import fixed_tiles
 
 PLAIN = backend_of("torch")
@@ -179,6 +180,10 @@ def test_scores_of_other_tiles_survive_a_bad_one(bad, scorer):
     assert torch.equal(scores[:, :, rows], clean[:, :, rows])
     zeroed = torch.where(spoilt.isfinite(), spoilt, 0.0)
     assert torch.equal(scores[0, 1, 3], scorer(zeroed, k)[0, 1, 3]), "counts as zero"
+
+
+def test_a_configuration_names_every_rule():
+    assert tuple(RULES) == SAMPLING_TYPES
 
 
 def test_a_scorer_and_a_budget_can_be_replaced():

@@ -187,10 +187,16 @@ CACHED = SSTAConfig(tile_thw=(1, 2, 2), density=0.5, compensation="linear")
 
 
 def rotated(key, first):
-    """Positions by frame, and with the number of the first one a mistake that is easy to make."""
+    """Positions by frame."""
     angle = 0.1 * (torch.arange(key.shape[2], device=key.device) // 16 + first).to(key.dtype)
-    first += 1000
     return key * torch.cos(angle)[:, None]
+
+
+def rotated_and_counted(key, first):
+    """The same, and with the number of the first one a mistake that is easy to make."""
+    keys = rotated(key, first)
+    first += 1000
+    return keys
 
 
 def cache_of(rotary=None):
@@ -203,9 +209,9 @@ def chunk(device, number):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rotary", [None, rotated])
-def test_a_cache_goes_on_whatever_is_done_to_what_it_took_and_gave(rotary, device):
-    touched, untouched = cache_of(rotary), cache_of(rotary)
+@pytest.mark.parametrize("rotary, careful", [(None, None), (rotated_and_counted, rotated)], ids=["none", "rotated"])
+def test_a_cache_goes_on_whatever_is_done_to_what_it_took_and_gave(rotary, careful, device):
+    touched, untouched = cache_of(rotary), cache_of(careful)
     for number in range(6):
         text = list(numbers(device, 2, 1, 2, 3, 16, seed=99).unbind())
         first = dict(text=tuple(text)) if number == 0 else {}

@@ -138,46 +138,6 @@ def test_dense_attention_looks_at_the_query_before_the_mask(query, error, words)
         dense_attention(query, *torch.zeros(2, 2, 2, 44, 8), LAYOUT, MASK)
 
 
-def test_rows_of_dense_attention_come_in_the_order_that_is_asked_for():
-    q, k, v = inputs(TokenLayout((DenseRun(12),)), torch.float64)
-    q.requires_grad_()
-    layout, rows = TokenLayout((DenseRun(12),)), [(8, 2), (1, 3), (5, 0)]
-    every, some = dense_attention(q, k, v, layout).out, dense_attention(q, k, v, layout, rows=rows).out
-    expected = torch.cat([every[:, :, first:first + tokens] for first, tokens in rows], 2)
-    torch.testing.assert_close(some, expected, rtol=1e-12, atol=1e-12)
-    weight = torch.randn_like(some)
-    torch.testing.assert_close(torch.autograd.grad(some, q, weight), torch.autograd.grad(expected, q, weight), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("rows", [((5, 4), (15, 11)), ((20, 3), (0, 2), (17, 1)), ((19, 4), (26, 1))])
-def test_rows_with_gaps_beside_a_mask_are_the_rows_of_the_whole(rows):
-    """A tile's valid rows are those of its valid tokens, whichever of its tokens are rows."""
-    layout, valid = TokenLayout((DenseRun(27),)), torch.tensor([18, 27, 0])
-    q, k, v = torch.randn(3, 3, 2, 27, 8, dtype=torch.float64).requires_grad_().unbind()
-    mask = torch.arange(27) < valid[:, None]
-    every, some = dense_attention(q, k, v, layout, mask).out, dense_attention(q, k, v, layout, mask, rows=rows).out
-    expected = torch.cat([every[:, :, first:first + tokens] for first, tokens in rows], 2)
-    torch.testing.assert_close(some, expected, rtol=1e-12, atol=1e-12)
-    weight = torch.randn_like(some)
-    for mine, right in zip(torch.autograd.grad(some, (q, k, v), weight), torch.autograd.grad(expected, (q, k, v), weight)):
-        torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("rows, error, words", [
-    # The gradient of a token that is there twice would be that of one of the two.
-    (((0, 3), (2, 4)), ValueError, r"rows must have each token once, got 2 twice in \(\(0, 3\), \(2, 4\)\)"),
-    (((-5, 3),), ValueError, r"rows\[0\]\[0\] must be at least 0, got -5"),
-    (((28, 3),), ValueError, "rows must lie in the layout's 30 tokens, got"),
-    (((0, 3), (2.0, 4)), TypeError, r"rows\[1\]\[0\] must be an int, got 2.0"),
-    ((), ValueError, "rows must hold at least one pair"),
-    ((0, 3), TypeError, r"rows must be a tuple of pairs \(first token, tokens\), got \(0, 3\)"),
-    (np.zeros((1, 2)), TypeError, "rows must be a tuple of pairs .*, got array.*ndarray"),
-])
-def test_rows_of_dense_attention_are_tokens_of_the_layout_each_once(rows, error, words):
-    with pytest.raises(error, match=words):
-        dense_attention(*torch.zeros(3, 1, 2, 30, 4), TokenLayout((DenseRun(30),)), rows=rows)
-
-
 @pytest.mark.parametrize("order", [[1, 0, 1] + [0] * 9, [0, 0, 1] + [1] * 9, [1, 1, 1] + [0] + [1] * 8])
 def test_a_mask_whose_valid_tokens_are_not_first_is_refused_on_a_cpu(order):
     """At every call: the kind of mask has come before."""

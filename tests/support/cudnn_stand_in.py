@@ -16,7 +16,7 @@ BLOCKS = (64, 128)
 
 def install(monkeypatch, blocks=BLOCKS, version="1.32.0", spoil=lambda *results: results):
     """``import cudnn.block_sparse_attention`` gives the stand-in; ``spoil`` makes its results wrong."""
-    from ssta.kernels import cudnn_package
+    from ssta.kernels.cudnn import package
 
     def forward(*args, **options):
         out, lse = spoil(*_forward(blocks, *args, **options))
@@ -29,8 +29,8 @@ def install(monkeypatch, blocks=BLOCKS, version="1.32.0", spoil=lambda *results:
     module.block_sparse_attention_forward, module.block_sparse_attention_backward = forward, backward
     monkeypatch.setitem(sys.modules, "cudnn", types.ModuleType("cudnn"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(cudnn_package, "SLOTS", blocks)
-    monkeypatch.setattr(cudnn_package, "installed", lambda name: version)
+    monkeypatch.setattr(package, "SLOTS", blocks)
+    monkeypatch.setattr(package, "installed", lambda name: version)
 
 
 def _check(blocks, q, k, v, index, sizes, nums, block, *others):

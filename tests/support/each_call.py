@@ -7,12 +7,12 @@ from oracles import assert_no_worse
 from uninitialised import poison_free_memory
 
 
-def each_call_is_right(start, *, calls=4, warm=1, block=64, roundings=1, graph=True, same_bits=True):
+def each_call_is_right(start, *, calls=4, warm=1, block=64, roundings=1, waits=False, graph=True, same_bits=True):
     """Every call of a step is right: with all memory of earlier calls in use, at their addresses, and, on a GPU, in a CUDA graph.
 
     ``exact`` of the inputs is the truth. A call is right where it is no farther from it than FACTOR times ``exact`` of inputs that were
     rounded once more, plus the result's own rounding: as a whole and in every run of rows. It writes to no input. Once it is warm it does
-    not wait for the device. Before each call free memory is NaN.
+    not wait for the device, unless ``waits``. Before each call free memory is NaN.
 
     Args:
         start: ``() -> (step, exact, draw)``. ``step(*inputs)`` gives tensors; ``exact(*inputs)`` gives the same of floating inputs in
@@ -22,6 +22,7 @@ def each_call_is_right(start, *, calls=4, warm=1, block=64, roundings=1, graph=T
         warm: calls before a graph is captured. These and the next one may wait for the device, to make constants.
         block: rows of a run.
         roundings: of the inputs; more than one for a step that also rounds intermediate results.
+        waits: whether the step may wait for the device.
         graph: whether the step can be captured.
         same_bits: whether each replay of the graph is followed by a plain call with the same inputs, which gives the same bits.
     """
@@ -29,7 +30,7 @@ def each_call_is_right(start, *, calls=4, warm=1, block=64, roundings=1, graph=T
         return _Series(start, block, roundings, where)
 
     _with_all_memory_in_use(series("with all memory in use"), calls)
-    _at_the_same_addresses(series("at the same addresses"), max(calls, warm) + 2, warm)
+    _at_the_same_addresses(series("at the same addresses"), max(calls, warm) + 2, None if waits else warm)
     if graph and any([x.is_cuda for x in start()[2]()]):
         _replayed(series("replayed"), calls, warm, same_bits)
 
@@ -85,7 +86,7 @@ def _at_the_same_addresses(series, calls, warm):
     for number, inputs in enumerate(series.inputs):
         _copy(inputs, held)
         poison_free_memory()
-        with _without_waiting(number > warm and held[0].is_cuda):
+        with _without_waiting(warm is not None and number > warm and held[0].is_cuda):
             results = series.step(*held)
         # Made before the second call, so that its results lie where the first ones lay.
         outputs = outputs or [x.new_zeros(calls, *x.shape) for x in results]

@@ -13,7 +13,6 @@ from ssta import TokenLayout, ssta_3d_attention, ssta_attention
 from ssta.attention import attend as attend_layer
 from ssta.kernels import Deferred, Projection
 from ssta.ranks import Shards, agreement, check_ranks
-from ssta.ranks.rings import Rings
 
 
 def errors():
@@ -26,7 +25,8 @@ def errors():
         return lambda: ssta_attention(*tensors, layout, settings, group=group, **options)
 
     few = [x[:, :ranks - 1] for x in (q, k, v)]
-    refused(ValueError, f"group must have at most as many ranks as there are heads, got {ranks} ranks and {ranks - 1} heads", attend(*few))
+    refused(ValueError, f"group must have at most as many ranks as there are heads, got {ranks} ranks and {ranks - 1} heads; take at "
+            f"most {ranks - 1} ranks, which is ulysses_degree in diffusers", attend(*few))
     refused(ValueError, f"as many ranks as there are key heads, got {ranks} ranks and 1 key heads", attend(q, k[:, :1], v[:, :1]))
     refused(ValueError, "got 352 in shape", attend(*inputs(TEXT)))
     refused(ValueError, f"of 315 tokens and the 37 that are whole, together {shards.local_length}, got 5", attend(q[:, :, :5], k, v))
@@ -36,9 +36,7 @@ def errors():
     refused(ValueError, "split must be one of 'video', 'all', got 'text'", attend(q, k, v, split="text"))
     refused(ValueError, "split must be 'video' without a group", attend(q, k, v, split="all", group=None))
     refused(ValueError, "text_mask must be", attend(q, k, v, text_mask=torch.ones(1, 36, dtype=torch.bool)))
-    own = dict(mask_share_within_head=True)
-    refused(ValueError, "sampling_type must not be", attend(q, k, v, settings=config(sampling_type=lambda a, b: a @ b.mT, **own)))
-    refused(ValueError, "budget must not be", attend(q, k, v, settings=config(budget=lambda scores: scores > 0, **own)))
+    refused(ValueError, "mask_share_within_head must be False with a group", attend(q, k, v, settings=config(mask_share_within_head=True)))
     refused(TypeError, "query must be a tensor, got Deferred", attend(*[Deferred((Projection(x),)) for x in (q, k, v)]))
     elsewhere = [dist.new_group([rank]) for rank in range(ranks)]
     refused(ValueError, "group must hold this process", attend(q, k, v, group=elsewhere[dist.get_rank() - 1]))
@@ -48,10 +46,10 @@ def errors():
     refused(ValueError, f"x must have the sequence's 352 tokens, got {shards.local_length}", lambda: shards.to_tokens(q, 4))
     sent = [shards.start(x) for x in (q, k, v)]
     mixed = sent[0], sent[1], v
-    refused(TypeError, "value must be Sent as query is, got Tensor", lambda: attend_layer(*mixed, TEXT, settings, shares=shards))
+    refused(TypeError, "value must be Sent as query is, got Tensor", lambda: attend_layer(*mixed, TEXT, settings, shards=shards))
     other = Shards.of(None, TEXT, "all")
-    refused(ValueError, "query must have been sent by the layer's own shards", lambda: attend_layer(*sent, TEXT, settings, shares=other))
-    attend_layer(*sent, TEXT, settings, shares=shards)
+    refused(ValueError, "query must have been sent by the layer's own shards", lambda: attend_layer(*sent, TEXT, settings, shards=other))
+    attend_layer(*sent, TEXT, settings, shards=shards)
     refused(RuntimeError, "can be waited for once", sent[0].wait)
 
 
@@ -120,7 +118,7 @@ def every_fact():
         *leaves, TEXT, config(), group=dist.group.WORLD, scale=0.75))
     # What was sent before attention is compared with the rest of the call.
     sent = [shards.start(x) for x in own]
-    refused(ValueError, "config must be the same on all ranks", lambda: attend_layer(*sent, TEXT, config(topk=4 + rank), shares=shards))
+    refused(ValueError, "config must be the same on all ranks", lambda: attend_layer(*sent, TEXT, config(topk=4 + rank), shards=shards))
     turned = TokenLayout.video_text((9, 5, 7) if rank else (5, 9, 7), 37)
     refused(ValueError, "layout must be the same on all ranks", lambda: ssta_attention(
         *own, turned, config(), group=dist.group.WORLD, scale=0.75))
@@ -168,36 +166,3 @@ def facts():
         changed = {**plain, name: value} if rank == 1 else plain
         for text in (f"{name} must be the same on all ranks", said):
             refused(ValueError, text, partial(check_ranks, world, **changed))
-
-
-def mixed():
-    """Ranks that repeat different known calls say so when they compare next, and have forgotten it then."""
-    rank, world = dist.get_rank(), dist.group.WORLD
-    own = [local(x, Shards.of(None, TEXT)) for x in inputs(TEXT)]
-    few, many, new = (partial(ssta_attention, *own, TEXT, config(topk=topk), group=world) for topk in (2, 3, 6))
-    # Numbers of agreements count for one group, wherever it began.
-    for call in (few, many):
-        call()
-    for compare in (partial(check_ranks, world), new):
-        check_ranks(world)
-        for call in (few, many, few):
-            call()
-        check_ranks(world)
-        for call in (few, many) if rank == 0 else (many, few):
-            call()
-        refused(ValueError, "got other ones on rank 0 than on rank 1 among the 2 since the ranks compared last", compare)
-        compare()
-
-
-def rings_refuse():
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, dist.get_world_size() // 2))
-    layout = TokenLayout.video_text((3, 5, 7), 29)
-    shards = Rings.of(mesh, layout)
-    own = [local(x, shards) for x in inputs(layout)]
-    last = dist.get_rank() == 1
-    refused(ValueError, "on rank 1: query must have rank 1 of", lambda: ssta_attention(
-        *[x[:, :, :-1] if last else x for x in own], layout, config(), group=mesh))
-    refused(ValueError, "config must be the same on all ranks", lambda: ssta_attention(*own, layout, config(topk=2 + last), group=mesh))
-    few = [x[:, :0] for x in own] if dist.get_world_size() == 2 else [x[:, :1] for x in own]
-    refused(ValueError, "query must have at least one head" if few[0].numel() == 0 else "got 2 ranks and 1 heads", lambda: ssta_attention(
-        *few, layout, config(), group=mesh))

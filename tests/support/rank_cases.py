@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from rank_families import (
-    beyond_the_heads,
     four,
     gradients,
     histories,
@@ -13,7 +12,7 @@ from rank_families import (
     sharded,
     sparse_dense_and_removed,
     uneven_heads,
-    whole_after_rings,
+    whole_after,
 )
 from rank_harness import run_all
 from rank_mistakes import (
@@ -21,14 +20,14 @@ from rank_mistakes import (
     caches_that_look,
     mistakes,
     more_ranks_than_heads,
-    odd_beyond_the_heads,
     ranks_that_differ,
+    rings,
     settings_that_differ,
     shared_patterns,
     without_rope,
 )
 from rank_settings import cached, compiled, copied, example, masks, order, packed, pipelines, reported, settings
-from rank_trained import trained, trained_alike, trained_beyond_the_heads
+from rank_trained import trained, trained_alike
 from tiny_models import SPLIT
 
 __all__ = ["CASES", "run_all"]
@@ -47,14 +46,9 @@ TWO = {
                                         another_negative_prompt, without_rope)},
 }
 FOUR = {
-    **{f"{name}: 4 heads, ring {ring}": partial(four, name, ring)
-       for name, ring in (("wan", 2), ("hunyuan_video_i2v", 1), ("motif_video", 2), ("ltx", 4), ("ltx2", 2), ("cogvideox", 1), ("mochi", 2),
-                          ("kandinsky5", 1), ("minimax_h3", 2), ("skyreels_v2", 4))},
-    **{f"{name}: beyond the heads": partial(beyond_the_heads, name)
-       for name in ("wan", "hunyuan_video_15", "mochi", "motif_video", "minimax_h3")},
-    "gradients beyond the heads": partial(gradients, "hunyuan_video", ring=2),
-    "histories": histories, "uneven heads": uneven_heads, "whole after rings": whole_after_rings,
-    "odd beyond the heads": odd_beyond_the_heads, "trained beyond the heads": trained_beyond_the_heads,
-    "more ranks than heads": more_ranks_than_heads,
+    **{f"{name}: 4 heads": partial(four, name)
+       for name in ("wan", "hunyuan_video_i2v", "motif_video", "ltx", "ltx2", "cogvideox", "mochi", "kandinsky5", "minimax_h3",
+                    "skyreels_v2")},
+    **{case.__name__: case for case in (histories, uneven_heads, whole_after, more_ranks_than_heads, rings)},
 }
 CASES = {2: TWO, 4: FOUR}

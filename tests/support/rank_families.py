@@ -1,4 +1,4 @@
-"""Every family on several ranks against one process: outputs, removal, gradients, sharded weights, rings. Cases of rank_cases."""
+"""Every family on several ranks against one process: outputs, removal, gradients, sharded weights. Cases of rank_cases."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def same_gradients(got, want, bound):
         assert error < bound, (name, error)
 
 
-def gradients(name, rank, ranks, ring=1):
+def gradients(name, rank, ranks):
     """Ranks' gradients are parts that add up to one process', with checkpointing, and for some families without it."""
     model, call = tiny(name)
     apply_ssta(model, SPARSE, schedule=Schedule())
@@ -76,7 +76,7 @@ def gradients(name, rank, ranks, ring=1):
     for checkpointing in (False, True) if name in ("wan", "hunyuan_video", "ltx") else (True,):
         model, _ = tiny(name)
         apply_ssta(model, SPARSE, schedule=Schedule())
-        model.enable_parallelism(config=parallel(ranks, ring))
+        model.enable_parallelism(config=parallel(ranks))
         if checkpointing:
             model.enable_gradient_checkpointing()
             model.train()
@@ -111,29 +111,14 @@ def sharded(name, rank, ranks):
     same_gradients({of: grad.full_tensor() for of, grad in got.items()}, want, 1e-5)
 
 
-def four(name, ring, rank, ranks):
-    """4 heads on 4 ranks, as one exchange or, where diffusers has rings, over the same ranks."""
+def four(name, rank, ranks):
+    """4 heads on 4 ranks."""
     model, call = tiny(name, heads=4)
     want = alone(model, call)
     apply_ssta(model, SPARSE, schedule=Schedule())
-    model.enable_parallelism(config=parallel(ranks, ring))
+    model.enable_parallelism(config=parallel(ranks))
     with torch.no_grad():
         close(name, forward(model, call), want)
-
-
-def beyond_the_heads(name, rank, ranks):
-    """2 heads on 2 x 2 ranks: along the ring each has rows of its own."""
-    model, call = tiny(name, prompts=(4, 2))
-    linear = replace(SPARSE, compensation="linear")
-    for config, schedule in ((SPARSE, Schedule()), (linear, Schedule()), (SPARSE, all_dense(model))):
-        want = alone(model, call, config, schedule)
-        again, _ = tiny(name)
-        handle = apply_ssta(again, config, schedule=schedule)
-        again.enable_parallelism(config=parallel(ranks, ring=2))
-        with torch.no_grad():
-            close(name, forward(again, call), want)
-        run = handle.report()[0]
-        assert (run.rank, run.ranks, run.own_heads, run.heads) == (rank, 4, 1, 2) and run.exchange_seconds > 0
 
 
 def uneven_heads(rank, ranks):
@@ -147,17 +132,17 @@ def uneven_heads(rank, ranks):
     assert handle.report()[0].own_heads == (2, 2, 1, 1)[rank]
 
 
-def whole_after_rings(rank, ranks):
-    """Models whose stock processors would be right on the ranks, but for their rings or their heads, are whole after remove."""
-    for name, ring, heads, anything in (("wan", 2, 4, False), ("wan", 1, 6, True), ("wan", 1, 4, False), ("skyreels_v2", 2, 2, False)):
-        model, call = tiny(name, heads=heads)
+def whole_after(rank, ranks):
+    """Models whose stock processors would be right on the ranks, but for their heads, are whole after remove."""
+    for heads, anything in ((6, True), (4, False)):
+        model, call = tiny("wan", heads=heads)
         with torch.no_grad():
             stock = forward(model, call)
             handle = apply_ssta(model, SPARSE, schedule=Schedule())
-            model.enable_parallelism(config=parallel(ranks, ring, anything))
+            model.enable_parallelism(config=parallel(ranks, anything=anything))
             forward(model, call)
             handle.remove()
-            assert (model._parallel_config is None) == (ring > 1 or heads == 6)
+            assert (model._parallel_config is None) == (heads == 6)
             again = forward(model, call)
         assert torch.equal(again, stock) if model._parallel_config is None else distance(again, stock) < 1e-4
 

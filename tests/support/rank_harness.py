@@ -78,8 +78,8 @@ def alone(model, call, config=SPARSE, schedule=None):
         return forward(model, call)
 
 
-def parallel(ranks: int, ring: int = 1, anything: bool = False) -> ContextParallelConfig:
-    return ContextParallelConfig(ulysses_degree=ranks // ring, ring_degree=ring, ulysses_anything=anything)
+def parallel(ranks: int, anything: bool = False) -> ContextParallelConfig:
+    return ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=anything)
 
 
 def distance(got, want) -> float:

@@ -61,19 +61,15 @@ def caches_that_look(rank, ranks):
 
 
 def shared_patterns(rank, ranks):
-    """A scorer of the user's own sees a rank's heads, and the pattern is for all."""
+    """A rank sees its own heads, and the pattern is for all."""
     model, call = tiny("wan")
     processor = model.blocks[0].attn1.processor
-    shared = replace(SPARSE, mask_share_within_head=True, sampling_type=similarity)
+    shared = replace(SPARSE, mask_share_within_head=True)
     with apply_ssta(model, shared, schedule=Schedule()), torch.no_grad():
         model.enable_parallelism(config=parallel(ranks))
-        refused(ValueError, "on several ranks with mask_share_within_head", lambda: forward(model, call))
-    refused(ValueError, "on several ranks with mask_share_within_head", lambda: apply_ssta(model, shared, schedule=Schedule()))
+        refused(ValueError, "mask_share_within_head = False on several ranks", lambda: forward(model, call))
+    refused(ValueError, "mask_share_within_head = False on several ranks", lambda: apply_ssta(model, shared, schedule=Schedule()))
     assert model.blocks[0].attn1.processor is processor and processor._parallel_config is model._parallel_config
-
-
-def similarity(q, k):
-    return q @ k.mT
 
 
 def ranks_that_differ(rank, ranks):
@@ -93,8 +89,7 @@ def ranks_that_differ(rank, ranks):
 
 def settings_that_differ(rank, ranks):
     """Another configuration, or another kind of step, on one rank is an error on all of them in the first step, without any check_ranks."""
-    for settings, schedule in (({"topk": 2 + rank}, Schedule()), ({"mask_share_within_head": bool(rank)}, Schedule()),
-                               ({}, Schedule(dense_layers=range(2) if rank else ()))):
+    for settings, schedule in (({"topk": 2 + rank}, Schedule()), ({}, Schedule(dense_layers=range(2) if rank else ()))):
         # A canvas that no case has had: what ranks know of already they do not compare.
         model, call = tiny("wan", (4, 6, 10))
         with apply_ssta(model, replace(SPARSE, **settings), schedule=schedule), torch.no_grad():
@@ -116,25 +111,28 @@ def another_negative_prompt(rank, ranks):
 
 
 def more_ranks_than_heads(rank, ranks):
-    for name, ring in (("wan", 1), ("hunyuan_video_15", 1), ("ltx2", 1), ("ltx2", 2), ("minimax_h3", 1)):
+    for name in ("wan", "hunyuan_video_15", "ltx2", "minimax_h3"):
         model, call = tiny(name)
-        message = "must have heads that 4 ranks divide, .*, got 2 heads" if name == "ltx2" else "4 ranks and 2 heads"
+        message = "must have heads that 4 ranks divide, .*, got 2 heads" if name == "ltx2" else (
+            "4 ranks and 2 heads; take at most 2 ranks, which is ulysses_degree in diffusers")
         with apply_ssta(model, SPARSE, schedule=Schedule()), torch.no_grad():
-            model.enable_parallelism(config=parallel(ranks, ring))
+            model.enable_parallelism(config=parallel(ranks))
             refused(ValueError, message, lambda model=model, call=call: forward(model, call))
 
 
-def odd_beyond_the_heads(rank, ranks):
-    """The way out that the error names is one that diffusers and SSTA take."""
-    model, call = tiny("wan", ODD)
-    want = alone(model, call)
-    with apply_ssta(model, SPARSE, schedule=Schedule()), torch.no_grad():
-        model.enable_parallelism(config=parallel(ranks, 2))
-        refused(ValueError, r"ContextParallelConfig\(ring_degree=4, ring_anything=True\)", lambda: forward(model, call))
-    model, call = tiny("wan", ODD)
-    with apply_ssta(model, SPARSE, schedule=Schedule()), torch.no_grad():
-        model.enable_parallelism(config=diffusers.ContextParallelConfig(ring_degree=ranks, ring_anything=True))
-        close("wan", forward(model, call), want)
+def rings(rank, ranks):
+    """Refused whichever comes first, and gone after remove."""
+    message = r"ring_degree must be 1 under SSTA, got 2 with ulysses_degree = 2; take ContextParallelConfig\(ulysses_degree=4\)"
+    config = diffusers.ContextParallelConfig(ring_degree=2, ulysses_degree=ranks // 2)
+    model, call = tiny("wan", heads=4)
+    with torch.no_grad():
+        stock = forward(model, call)
+        with apply_ssta(model, SPARSE, schedule=Schedule()):
+            model.enable_parallelism(config=config)
+            refused(ValueError, message, lambda: forward(model, call))
+        assert model._parallel_config is None and torch.equal(forward(model, call), stock)
+        model.enable_parallelism(config=config)
+        refused(ValueError, message, lambda: apply_ssta(model, SPARSE, schedule=Schedule()))
 
 
 def without_rope(rank, ranks):

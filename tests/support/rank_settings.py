@@ -29,7 +29,7 @@ def settings(rank, ranks):
     """Every padding, kind of selection, budget and estimate."""
     model, call = tiny("hunyuan_video_15", prompts=(4, 2))
     for changes in ({"pad_type": "repeat"}, {"threshold": 0.5, "topk": 4, "sampling_type": "similarity"}, {"compensation": "linear"},
-                    {"density": 0.4, "topk": None}, {"mask_share_within_head": True},
+                    {"density": 0.4, "topk": None},
                     {"sparse_type": "sta", "kernel_thw": (1, 3, 1), "topk": None}):
         config = replace(SPARSE, **changes)
         want = alone(model, call, config)
@@ -101,9 +101,9 @@ def packed(rank, ranks):
     """Where the kernel of norms and RoPE runs it writes what is sent: q and k, and v where its streams are joined."""
     real, written = norm_rope_kernel.materialize, []
 
-    def noted(projection, out, order=None):
+    def noted(x, out, *rest):
         written.append(out.dim())
-        real(projection, out, order)
+        real(x, out, *rest)
 
     for name, packets in (("wan", 2 * [2]), ("hunyuan_video", [3, 2])):
         model, call = tiny(name, (2, 6, 8))

@@ -51,16 +51,6 @@ def trained(name, method, rank, ranks):
         handle.remove()
 
 
-def trained_beyond_the_heads(rank, ranks):
-    """Rings have no branches: said before anything is sent, on all ranks."""
-    model, call = tiny("wan")
-    applied("wan", "vsa", model)
-    model.enable_parallelism(config=parallel(ranks, ring=2))
-    with torch.no_grad():
-        refused(ValueError, "VSA must run on at most as many ranks as there are heads, got 4 ranks and 2 heads",
-                partial(forward, model, call))
-
-
 def trained_alike(rank, ranks):
     """Ranks that are given other sparsities find out."""
     model, call = tiny("wan")

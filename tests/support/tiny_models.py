@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ssta.pipelines import Schedule
-from ssta.pipelines.patch.family import family_of, family_of_class
+from ssta.pipelines.patch.register import family_of, family_of_class
 
 HEADS, HEAD_DIM, WIDTH, TEXT_LEN = 2, 16, 32, 7
 

@@ -39,7 +39,8 @@ import torch  # noqa: E402
 from random_specs import KINDS, Spec, spec_of, specs  # noqa: E402
 from sides import checkout, package  # noqa: E402
 
-CHUNK = 12
+# Specs of a question to both sides; few, because kernels compile in the first ones, and --seconds ends between questions.
+CHUNK = 3
 SHOWN, SHOWN_CALLS, SHOWN_TENSORS = 20, 5, 3
 # How much farther from float64 than OLD's the estimates of NEW may be, in the mean of all and at the worst.
 FARTHER_MEAN, FARTHER_WORST, ROUNDED = 1.01, 1.05, 1e-11

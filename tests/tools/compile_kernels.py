@@ -94,8 +94,8 @@ def gather(dim: int, limited: bool) -> None:
     blocks = BlockLists.from_mask(torch.ones(1, 2, 2, 48, dtype=torch.bool), 128, 1)
     q = torch.zeros(1, 2, 256, dim, dtype=torch.bfloat16)
     k, v = (torch.zeros(1, 2, 48, dim, dtype=torch.bfloat16) for _ in range(2))
-    mask = dict(mask=torch.ones(96, 128, 1, dtype=torch.bool), first_entry=torch.tensor([0, 48]).int()) if limited else {}
-    gathered_forward(q, k, v, blocks, 1.0, False, **mask)
+    masks = (torch.ones(192, 128, 1, dtype=torch.bool), torch.arange(0, 192, 48).int().view(1, 2, 2)) if limited else (None, None)
+    gathered_forward(q, k, v, blocks, 1.0, 0.0, *masks, None, None, 1)
 
 
 def attend_to_tokens(dim: int, group: int, block: int) -> None:
@@ -110,6 +110,21 @@ def attend_to_tokens(dim: int, group: int, block: int) -> None:
     tiled, plain = (lists_from_ids(ids, None, packed, packed.spans(), block, impl) for impl in ("triton", "torch"))
     triton_token_forward(q, k, k, tiled, 1.0)
     triton_token_backward(q, None, q, k, k, q, torch.zeros(256, 2 * group), tiled, plain.invert(), 1.0)
+
+
+def list_and_pool(dim: int) -> None:
+    """Lists from masks and their inverse, and what is asked of probabilities."""
+    from ssta.interfaces.tokens.lists import Packed, lists_from_mask
+    from ssta.interfaces.tokens.triton.lists import row_lists
+    from ssta.interfaces.tokens.triton.probabilities import importance, triton_pooling
+
+    offsets, places = torch.tensor([0, 256], dtype=torch.int32), torch.zeros(256, dtype=torch.int64)
+    packed = Packed(offsets, offsets, 256, 256)
+    lists_from_mask(torch.ones(1, 2, 256, 4, dtype=torch.bool), packed, packed.spans(), 64, "triton").invert()
+    row_lists(torch.ones(4, 2, 300, dtype=torch.bool))
+    q, k = (torch.zeros(256, heads, dim, dtype=torch.bfloat16) for heads in (4, 2))
+    triton_pooling(q, k, 1.0, 64, torch.zeros(4, 4, 4))
+    importance(q, k, torch.zeros(256, 4), places, places, 1.0)
 
 
 def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> None:
@@ -128,7 +143,7 @@ def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> 
     found = steps.estimate(q, k, v, blocks, blocks, 1.0, parts)
     _, estimate_lse, bias, mixture = steps.merge(out, lse, q, k, v, blocks, blocks, lists.counts, lists.indices, found, 1.0, True)
     steps.merge_backward(q, out, lse, out, lse, estimate_lse, q, k, v, blocks, blocks, bias, mixture, found.log_count, found.order,
-                           found.k_mean, found.v_mean, 1.0)
+                         found.k_mean, found.v_mean, 1.0)
 
 
 def hold(dim: int, dtype: torch.dtype) -> None:
@@ -151,6 +166,7 @@ def hold(dim: int, dtype: torch.dtype) -> None:
 AMD = ("gfx942", "gfx950")
 FORWARD, BACKWARD = r"portable\.forward\._forward_", r"portable\.backward\._d(q|kv)_"
 GATHERED, TOKENS = r"tokens\.triton\.gathered\._", r"tokens\.triton\.(forward|backward)\._(forward|dq|dkv)_"
+LISTED = r"tokens\.triton\.(lists|probabilities)\._"
 ESTIMATE, HOPPER_ESTIMATE, HELD = r"portable\.estimate_", r"hopper\.estimate_", r"portable\.(coded|held)"
 HOPPER_FORWARD, HOPPER_BACKWARD = r"hopper\.forward\.", r"hopper\.backward\."
 
@@ -189,6 +205,9 @@ def portable_cases() -> dict[str, Case]:
         found[f"portable gathered D={dim} bf16{' limited' * limited}"] = Case(
             every, partial(gather, dim, limited), GATHERED, Allowed() if limited else Allowed(first=16, copies=2),
             usual={64: (), 128: (80, 120), 256: (89,)}[dim], asked=(120,))
+    for dim in (64, 128, 256):
+        found[f"portable lists D={dim} bf16"] = Case(
+            every, partial(list_and_pool, dim), LISTED, Allowed(), usual=(90,) if dim == 128 else ())
     for dim, group in product((64, 128, 256), (16, 128)):
         found[f"portable tokens D={dim} bf16 group={group}"] = Case(
             every, partial(attend_to_tokens, dim, group, 64), TOKENS, Allowed(first=24),

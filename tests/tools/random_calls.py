@@ -45,14 +45,10 @@ class Call:
         if spec.get("shared"):
             what = "attention" if "segments" in spec else "cache"
         self._what: tuple[Callable, Callable] = {
-            "attention": (self._sequence, self._attend), "prepared": (self._sequence, self._attend), "dense": (self._sequence, self._dense),
+            "attention": (self._sequence, self._attend), "dense": (self._sequence, self._dense),
             "deferred": (self._projections, self._deferred), "kernel": (self._blocks, self._kernel), "vsa": (self._gated, self._vsa),
             "sla": (self._projected, self._sla), "cache": (self._chunks, self._cache)}[what]
         self.lists = self._lists() if what == "kernel" else ()
-        if spec["kind"] == "prepared":
-            like = torch.zeros(1, spec["heads"], self.layout.length, spec["dim"], dtype=self._computed, device=self.device)
-            self.prepared = ssta.prepare(self.layout, self.config, like=like, key_heads=spec["kv_heads"], scale=spec["scale"],
-                                         impl=self.impl)
 
     @property
     def _computed(self) -> torch.dtype:
@@ -204,8 +200,6 @@ class Call:
         spec, options = self.spec, dict(text_mask=self.mask, scale=self.spec["scale"], impl=self.impl)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Named:
-            if spec["kind"] == "prepared":
-                return dict(out=self.prepared(q, k, v, self.mask))
             if spec["call"] == "ssta_3d_attention":
                 thw, text = self.layout.video[0].thw, self.layout.dense_length
                 return dict(out=ssta.ssta_3d_attention(q, k, v, thw, text_len=text, **self._by_name(), **options))

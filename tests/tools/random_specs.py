@@ -134,16 +134,17 @@ def _mask(draw: random.Random, segments: list[list[int]], batch: int, chance: fl
 
 
 def _budget(draw: random.Random, tiles: int, estimated: bool) -> Spec:
-    """Fields of a configuration that say which tiles are kept."""
-    config: Spec = {}
-    config["kernel_thw"] = draw.choice([[1, 1, 1], [3, 3, 3], [1, 3, 3]])
-    config["sparse_type"] = draw.choice(["block_attn", "ssta"] if estimated else ["block_attn", "ssta", "ssta", "sta"])
-    how = _one(draw, {"density": 4, "topk": 4, "threshold": 0 if estimated else 1})
-    if how == "density" and config["sparse_type"] != "sta":
-        config["density"] = round(draw.choice([draw.uniform(0.05, 0.6), draw.uniform(0.1, 0.3), 1.0]), 3)
+    """Fields of a configuration that select tiles; none that its rule ignores, because such fields are refused."""
+    window = draw.choice([[1, 1, 1], [3, 3, 3], [1, 3, 3]])
+    rule = draw.choice(["block_attn", "ssta", *([] if estimated else ["ssta", "sta"])])
+    config: Spec = dict(sparse_type=rule, **({} if rule == "block_attn" else dict(kernel_thw=window)))
+    if rule == "sta":
         return config
+    how = _one(draw, {"density": 4, "topk": 4, "threshold": 0 if estimated else 1})
+    if how == "density":
+        return config | dict(density=round(draw.choice([draw.uniform(0.05, 0.6), draw.uniform(0.1, 0.3), 1.0]), 3))
     config["topk"] = draw.randint(1, max(1, tiles))
-    if how == "threshold" and config["sparse_type"] != "sta":
+    if how == "threshold":
         config["threshold"] = round(draw.uniform(0.3, 0.95), 2)
     return config
 
@@ -186,12 +187,6 @@ def _deferred(draw: random.Random, sizes: Sizes, canvases: list) -> Spec:
     if spec["dtype"] == "float64":
         spec["dtype"] = "float32"
     spec["needs"] += ["kernels.Deferred", "kernels.Projection", "kernels.RMSNorm"]
-    return spec
-
-
-def _prepared(draw: random.Random, sizes: Sizes, canvases: list) -> Spec:
-    spec = _layer(draw, sizes, canvases, 0) | dict(kv_segments=None, call="ssta_attention")
-    spec["needs"].append("ssta.prepare")
     return spec
 
 
@@ -285,7 +280,6 @@ KINDS = {
     "vsa": Kind(_vsa, 6),
     "sla": Kind(_sla, 4),
     "deferred": Kind(_deferred, 3, gpu=True),
-    "prepared": Kind(_prepared, 2),
     "cache": Kind(lambda *drawn: _cache(*drawn, False), 4, captured=False),
     "estimated cache": Kind(lambda *drawn: _cache(*drawn, True), 4, estimated=True, captured=False),
     "ranks": Kind(lambda *drawn: _ranks(*drawn, False), 2, ranks=2, captured=False),

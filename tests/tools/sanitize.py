@@ -81,6 +81,8 @@ def single_keys(attend) -> None:
     q, k, v = make(1, 2, 70, 64), *make(2, 1, 1, 90, 64)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     blocks = BlockLists.from_mask(torch.rand(1, 1, 5, 90, device="cuda") < 0.3, 16, 1)
+    with torch.no_grad():
+        attend(*leaves, blocks, impl="triton")
     attend(*leaves, blocks, impl="triton").float().sum().backward()
 
 
@@ -177,7 +179,7 @@ FAMILIES = {
     "triton, causal": partial(ragged_attention, "triton", 64, causal=True),
     "hopper, offsets outside": partial(offsets_outside, "hopper"),
     "triton, offsets outside": partial(offsets_outside, "triton"),
-    "single keys, gathered": partial(single_keys, lambda *given, **options: block_attention(*given, **options)[0]),
+    "single keys, gathered and compacted": partial(single_keys, lambda *given, **options: block_attention(*given, **options)[0]),
     "single keys, as tiles": partial(single_keys, block_sparse_attention),
     "layer, partial tiles": partial(layer, "none"),
     "layer, zero tokens": partial(layer, "zero"),

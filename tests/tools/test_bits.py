@@ -19,12 +19,11 @@ ROOT = Path(__file__).parents[2]
 # A result that is scaled in one branch, a list that is one too long, and a tensor that is kept and handed out again.
 SCALED = ("kernels/eager/steps.py", "(weights @ values.masked_fill(bad, 0.0))", "(1.001 * weights @ values.masked_fill(bad, 0.0))")
 LONGER = ("ssta/budget.py", "best = Budget(min(config.row_topk, ", "best = Budget(min(config.row_topk + 1, ")
-HANDED_OUT = ("ssta/dense.py", "    return attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl, rows=rows)",
-              "    found = attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl, rows=rows)\n"
-              "    if not found.out.requires_grad:\n"
-              "        found.out = _made.setdefault(found.out.shape, found.out).copy_(found.out)\n"
-              "    return found\n\n\n_made: dict = {}")
-GONE = ("ssta/__init__.py", '"plot_selection", "prepare", ', '"plot_selection", ')
+HANDED_OUT = ("ssta/dense.py", "    return result",
+              "    if not result.out.requires_grad:\n"
+              "        result.out = _made.setdefault(result.out.shape, result.out).copy_(result.out)\n"
+              "    return result\n\n\n_made: dict = {}")
+GONE = ("ssta/__init__.py", '"video_sparse_attention"', '"ssta_attention"')
 
 
 def planted(folder, *faults):
@@ -65,15 +64,15 @@ def test_every_bit_counts_in_a_digest():
 def test_planted_faults_are_listed(tmp_path, capsys):
     """Those and no others: kinds that they do not reach have equal bits. A name that one side lacks leaves calls out."""
     new = planted(tmp_path / "new", SCALED, LONGER, HANDED_OUT, GONE)
-    kinds = ["attention", "two parts", "dense", "kernel", "prepared", "sla"]
+    kinds = ["attention", "two parts", "dense", "kernel", "vsa", "sla"]
     assert bits.main([str(ROOT), str(new), "--calls", "120", "--device", "cpu", "--processes", "2", "--only", *kinds]) == 1
     said = capsys.readouterr().out
     table = {line[:18].strip(): line[18:].split() for line in said.splitlines()}
     calls, equal, other, tiles, refused = map(int, table["attention"])
     assert 0 < tiles <= other < calls and refused == 0
     assert 0 < int(table["kernel"][2]) < int(table["kernel"][0]) and table["kernel"][3] == "0"
-    assert table["sla"][0] == table["sla"][1] and "prepared" not in table
-    assert "LEFT OUT: 3 calls: prepared: NEW has no ssta.prepare" in said
+    assert table["sla"][0] == table["sla"][1] and "vsa" not in table
+    assert "calls: vsa: NEW has no ssta.video_sparse_attention" in said
     assert "NEW wrote to results after it had returned them: out" in said
     assert "DIFFERS: attention " in said and ": selection: " in said and "DIFFERS: kernel " in said
     # A result that is scaled by a thousandth is farther from float64 by as much.

@@ -39,7 +39,7 @@ def _dq_kernel(q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, ids, counts, fu
     at = token.to(tl.int64) * kv_heads + kv_head
     origin, low, high = tl.load(spans + token * 3), tl.load(spans + token * 3 + 1), tl.load(spans + token * 3 + 2)
     TILED: tl.constexpr = BLOCK % N == 0
-    tiled, front, back = list_parts(counts, full, at, capacity, TILED)
+    tiled, gathered = list_parts(counts, full, at, capacity, TILED)
     ids += at * capacity
     k += kv_head.to(tl.int64) * k_head
     v += kv_head.to(tl.int64) * v_head
@@ -61,8 +61,8 @@ def _dq_kernel(q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, ids, counts, fu
             weights = tl.exp2(tl.dot(queries, tl.trans(keys)) * scale_log2 - row_lse2[:, None])
             dscores = weights * (tl.dot(do, tl.trans(values)) - row_delta[:, None])
             acc = tl.dot(dscores.to(keys.dtype), keys, acc)
-    for step in range(tl.cdiv((front + back) * BLOCK, N)):
-        rows, seen = listed_keys(ids, front, back, capacity, origin, low, high, step, N, BLOCK)
+    for step in range(tl.cdiv(gathered * BLOCK, N)):
+        rows, seen = listed_keys(ids + tiled, gathered, origin, low, high, step, N, BLOCK)
         keys = gather_rows(k, rows, k_row, seen, DIM, DIM_PAD)
         values = gather_rows(v, rows, v_row, seen, VDIM, VDIM_PAD)
         weights = tl.exp2(tl.dot(queries, tl.trans(keys)) * scale_log2 - row_lse2[:, None])
@@ -194,11 +194,8 @@ def triton_token_backward(
         *by_head, delta, lse2, heads, tokens, M=DELTA_ROWS, DIM=v_dim, DIM_PAD=shape["VDIM_PAD"], **FUSED)
 
     config = token_config(group, dim, v_dim, device_limits(q.device), lists.full is not None)
-    k_tiles = v_tiles = None
-    if lists.full is not None:
-        k_tiles, v_tiles = key_tiles(k, config.block_n, shape["DIM_PAD"]), key_tiles(v, config.block_n, shape["VDIM_PAD"])
     _dq_kernel[(tokens, kv_heads)](
-        q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, lists.ids, lists.counts, lists.full, lists.spans, *strides,
+        q, k, v, *key_tiles(k, v, lists, config.block_n), dout, dq, lse2, delta, lists.ids, lists.counts, lists.full, lists.spans, *strides,
         *dq.stride()[:2], kv_heads, capacity, scale * LOG2E, scale, M=config.block_m, N=config.block_n, BLOCK=lists.block_size, **shape,
         **config.options())
 

@@ -7,9 +7,6 @@ from dataclasses import replace
 from ....kernels.device import DeviceLimits
 from ....kernels.portable.config import LaunchConfig, fit, padded, step
 
-# Bytes for the compacted keys and values.
-COMPACTED_BYTES = 512 << 20
-
 
 def gathered_config(head_dim: int, q_block: int, limited: bool, limits: DeviceLimits, ordered: bool = False) -> LaunchConfig:
     """The one of the forward that gathers keys; ``limited`` where it masks scores.

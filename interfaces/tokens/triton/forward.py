@@ -34,19 +34,13 @@ def token_span(spans, token, pitch, cache_rows, CACHE: tl.constexpr):
 
 @triton.jit
 def list_parts(counts, full, at, capacity, TILED: tl.constexpr):
-    """(entries at the front whose blocks are taken as tiles, further ones at the front, entries at the back)."""
-    if counts is None:
-        return 0, capacity, 0
-    else:
+    """(entries at the front whose blocks are taken as tiles, further entries)."""
+    count, tiled = capacity, 0
+    if counts is not None:
         count = tl.minimum(tl.load(counts + at), capacity)
-        if full is None:
-            return 0, count, 0
-        else:
-            number = tl.minimum(tl.load(full + at), count)
-            if TILED:
-                return number, 0, count - number
-            else:
-                return 0, number, count - number
+    if full is not None and TILED:
+        tiled = tl.minimum(tl.load(full + at), count)
+    return tiled, count - tiled
 
 
 @triton.jit
@@ -56,12 +50,10 @@ def listed_block(ids, entry, capacity):
 
 
 @triton.jit
-def listed_keys(ids, front, back, capacity, origin, low, high, step, N: tl.constexpr, BLOCK: tl.constexpr):
-    """(rows int64 [N], seen bool [N]): the keys of one step through ``front`` entries and ``back`` ones, and which the token sees."""
+def listed_keys(ids, entries, origin, low, high, step, N: tl.constexpr, BLOCK: tl.constexpr):
+    """(rows int64 [N], seen bool [N]): the keys of one step through ``entries`` ids, and which the token sees."""
     lane = step * N + tl.arange(0, N)
-    slot = lane // BLOCK
-    place = tl.where(slot < front, slot, capacity - 1 - (slot - front))
-    block = tl.load(ids + place, mask=slot < front + back, other=-1)
+    block = tl.load(ids + lane // BLOCK, mask=lane // BLOCK < entries, other=-1)
     # Before it is multiplied: an id may be anything.
     known = (block >= 0) & (block < tl.cdiv(high, BLOCK))
     key = tl.where(known, block, 0) * BLOCK + lane % BLOCK
@@ -77,11 +69,11 @@ def load_tile(tiles, base, head, row, stride, N: tl.constexpr, DIM: tl.constexpr
         return tiles.load([row, head, 0]).reshape(N, DIM_PAD)
 
 
-def key_tiles(x: Tensor, rows: int, dim_pad: int) -> TensorDescriptor | None:
-    """For loading [rows, dim_pad] of x [tokens, H, dim] through TMA; None where x is not ``tma_ok`` or the GPU has none."""
-    if not (tma_ok(x[None]) and device_limits(x.device).tma):
-        return None
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, 1, dim_pad])
+def key_tiles(k: Tensor, v: Tensor, lists: TokenLists, rows: int) -> list[TensorDescriptor | None]:
+    """For loading ``rows`` neighbouring keys, or values, of a head through TMA; None where there is none, or nothing that is loaded so."""
+    tma = lists.full is not None and device_limits(k.device).tma
+    return [TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, 1, max(triton.next_power_of_2(x.shape[2]), 16)])
+            if tma and tma_ok(x[None]) else None for x in (k, v)]
 
 
 # Not specialised on any of these: a new batch must not compile anew, and launches are quicker. Numbers and pointers stay flat here: four
@@ -98,7 +90,7 @@ def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, ids, counts, full, span
     at = token.to(tl.int64) * kv_heads + kv_head
     origin, low, high = token_span(spans, token, pitch, cache_rows, CACHE)
     TILED: tl.constexpr = BLOCK % N == 0
-    tiled, front, back = list_parts(counts, full, at, capacity, TILED)
+    tiled, gathered = list_parts(counts, full, at, capacity, TILED)
     ids += at * capacity
     k += kv_head.to(tl.int64) * k_head
     v += kv_head.to(tl.int64) * v_head
@@ -120,10 +112,10 @@ def _forward_kernel(q, k, v, k_tiles, v_tiles, out, lse, ids, counts, full, span
             weights, alpha, row_max, row_sum = softmax_step(tl.dot(queries, tl.trans(keys)), row_max, row_sum, scale_log2)
             values = load_tile(v_tiles, v, kv_head, row, v_row, N, VDIM, VDIM_PAD)
             acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None])
-    steps = tl.cdiv((front + back) * BLOCK, N)
+    steps = tl.cdiv(gathered * BLOCK, N)
     share = tl.cdiv(steps, SPLITS)
     for step in range(split * share, tl.minimum(split * share + share, steps)):
-        rows, seen = listed_keys(ids, front, back, capacity, origin, low, high, step, N, BLOCK)
+        rows, seen = listed_keys(ids + tiled, gathered, origin, low, high, step, N, BLOCK)
         keys = gather_rows(k, rows, k_row, seen, DIM, DIM_PAD)
         scores = tl.where(seen[None, :], tl.dot(queries, tl.trans(keys)), float("-inf"))
         weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
@@ -175,12 +167,9 @@ def triton_token_forward(
         parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(splits, *lse.shape, dtype=torch.float32, device=q.device)
     dim_pad, v_dim_pad = (max(triton.next_power_of_2(size), 16) for size in (dim, v_dim))
-    k_tiles = v_tiles = None
-    if lists.full is not None:
-        k_tiles, v_tiles = key_tiles(k, config.block_n, dim_pad), key_tiles(v, config.block_n, v_dim_pad)
     cache, kind = (lists.cache, 1 if lists.cache.left else 2) if lists.cache else (PaddedCache(0, 0, False), 0)
     _forward_kernel[(tokens, kv_heads, splits)](
-        q, k, v, k_tiles, v_tiles, parts, part_lse, lists.ids, lists.counts, lists.full, lists.spans,
+        q, k, v, *key_tiles(k, v, lists, config.block_n), parts, part_lse, lists.ids, lists.counts, lists.full, lists.spans,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], tokens, kv_heads, capacity, cache.pitch, cache.capacity, scale * LOG2E,
         CACHE=kind, SPLITS=splits, GROUP=heads // kv_heads, M=config.block_m, N=config.block_n,
         BLOCK=lists.block_size, DIM=dim, DIM_PAD=dim_pad, VDIM=v_dim, VDIM_PAD=v_dim_pad,

@@ -1,4 +1,4 @@
-"""A forward that gathers keys one by one: for key blocks shorter than a tile, and for blocks that a row sees in part.
+"""A forward that gathers keys one by one: for key blocks shorter than a tile, and for blocks that a token sees in part.
 
 The keys of a list stand in slots, ``length`` slots for every listed block; a tile is the next N slots, whichever blocks they belong to. So
 blocks of one key fill a tile as well as long ones do.
@@ -18,7 +18,6 @@ from ....kernels.device import device_limits
 from ....kernels.lowering.arguments import view
 from ....kernels.lowering.chunks import block_lists, kv_partition, q_partition
 from ....kernels.lowering.inputs import strided
-from ....kernels.lowering.outputs import empty_outputs
 from ....kernels.lowering.primitives import (
     LOG2E,
     block_bounds,
@@ -49,21 +48,9 @@ class _Limits(NamedTuple):
 
 
 @triton.jit
-def _slots(ids, kv_bounds, bound_at, first, count, items, N: tl.constexpr):
-    """(entry in the list, token in its block, token in the sequence, whether there is such a key) of N slots from ``first`` on."""
-    slot = first + tl.arange(0, N)
-    entry, token = slot // kv_bounds.length, slot % kv_bounds.length
-    item = tl.load(ids + entry, mask=entry < count, other=-1)
-    # Ids out of range count as absent.
-    known = (item >= 0) & (item < items)
-    start, size = block_bounds(kv_bounds, bound_at, tl.where(known, item, 0))
-    return entry, token, start + token, known & (token < size)
-
-
-@triton.jit
-def _forward_kernel(q, k, v, out, lse, lists, bounds, kv_bounds, limits, heads, group, shift, scale_log2, cap_scale, soft_cap,
+def _forward_kernel(q, k, v, out, lse, lists, bounds, kv_bounds, limits, heads, group, scale_log2, cap_scale, soft_cap,
                     PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-                    CAUSAL: tl.constexpr, CAPPED: tl.constexpr):
+                    CAPPED: tl.constexpr):
     place = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, head, block, row, rows = own_rows(place, bounds, heads, M, PARTS)
     if rows <= 0:
@@ -78,7 +65,7 @@ def _forward_kernel(q, k, v, out, lse, lists, bounds, kv_bounds, limits, heads, 
     rows_before = place % PARTS * M
     token_of_row = (rows_before + in_tile) // limits.packed
     if limits.mask is not None:
-        mask = limits.mask + tl.load(limits.first_entry + block).to(tl.int64) * limits.rows * limits.columns
+        mask = limits.mask + tl.load(limits.first_entry + list_row).to(tl.int64) * limits.rows * limits.columns
     if limits.order is not None:
         order = limits.order + list_row * lists.capacity
         last_seen = tl.load(limits.total + list_row) - (rows_before + rows) // limits.packed + token_of_row
@@ -88,14 +75,18 @@ def _forward_kernel(q, k, v, out, lse, lists, bounds, kv_bounds, limits, heads, 
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
     for first in range(0, count * kv_bounds.length, N):
-        entry, token, key, there = _slots(ids, kv_bounds, bound_at, first, count, lists.items, N)
+        slot = first + tl.arange(0, N)
+        entry, token = slot // kv_bounds.length, slot % kv_bounds.length
+        item = tl.load(ids + entry, mask=entry < count, other=-1)
+        # Ids out of range count as absent.
+        known = (item >= 0) & (item < lists.items)
+        start, size = block_bounds(kv_bounds, bound_at, tl.where(known, item, 0))
+        key, there = start + token, known & (token < size)
         keys = gather_rows(k_head, key.to(tl.int64), k.row, there, DIM, DIM_PAD)
         scores = tl.dot(queries, tl.trans(keys))
         if CAPPED:
             scores = soft_cap * tanh(scores * cap_scale)
         visible = there[None, :] & (in_tile >= 0)[:, None]
-        if CAUSAL:
-            visible = visible & (key[None, :] <= (row + in_tile)[:, None] + shift)
         if limits.order is not None:
             before = tl.load(order + entry, mask=there, other=0)
             visible = visible & ((before + token)[None, :] <= last_seen[:, None])
@@ -106,7 +97,7 @@ def _forward_kernel(q, k, v, out, lse, lists, bounds, kv_bounds, limits, heads, 
         weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
         acc = acc * alpha[:, None]
         values = gather_rows(v_head, key.to(tl.int64), v.row, there, DIM, DIM_PAD)
-        if CAUSAL or limits.order is not None or limits.mask is not None:
+        if limits.order is not None or limits.mask is not None:
             # A weight of zero times a NaN would be NaN: a value that is not finite reaches just the rows that see it.
             bad = ((values != values) | (tl.abs(values) == float("inf"))).to(values.dtype)
             if tl.max(tl.max(bad, 1), 0) > 0:
@@ -120,30 +111,29 @@ def _forward_kernel(q, k, v, out, lse, lists, bounds, kv_bounds, limits, heads, 
 
 
 def gathered_forward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, causal: bool, *, soft_cap: float = 0.0, mask: Tensor | None = None,
-    first_entry: Tensor | None = None, order: Tensor | None = None, total: Tensor | None = None, packed: int = 1,
+    q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, scale: float, soft_cap: float, mask: Tensor | None, first_entry: Tensor | None,
+    order: Tensor | None, total: Tensor | None, packed: int,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as ``block_sparse_attention`` describes them, further limited as ``attention_within_blocks`` says; order and total are its
-    ``listed``."""
+    """(out, lse) as ``attention_within_blocks`` describes them; order and total are its ``listed``."""
     q, k, v = map(strided, (q, k, v))
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     rows, items = q_partition(blocks, q_len), kv_partition(blocks, kv_len)
     lists = block_lists(blocks.counts, blocks.indices, heads, items.number)
-    out, lse = empty_outputs(q, rows)
+    # What no block covers keeps this.
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
     if q.numel() == 0 or k.numel() == 0:
-        return out.zero_(), lse.fill_(float("-inf"))
+        return out, lse
     assert order is None or order.shape == blocks.indices.shape
-    limited = causal or mask is not None or order is not None
+    limited = mask is not None or order is not None
     config = gathered_config(dim, blocks.max_q_length, limited, device_limits(q.device), ordered=order is not None)
     parts = triton.cdiv(rows.length, config.block_m)
-    mask, order, total = (None if x is None else x.contiguous() for x in (mask, order, total))
+    mask, first_entry, order, total = (None if x is None else x.contiguous() for x in (mask, first_entry, order, total))
     mask_rows, mask_columns = (1, 1) if mask is None else mask.shape[1:]
     limits = _Limits(None if mask is None else mask.view(torch.uint8), first_entry, mask_rows, mask_columns, order, total, packed)
     _forward_kernel[(rows.number * parts, batch * heads)](
         view(q), view(k), view(v), view(out), lse, lists, rows.bounds(heads), items.bounds(heads), limits,
-        heads, heads // kv_heads, kv_len - q_len, LOG2E if soft_cap else scale * LOG2E,
-        scale / soft_cap if soft_cap else 0.0, soft_cap,
-        PARTS=parts, M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16),
-        CAUSAL=causal, CAPPED=bool(soft_cap), **config.options())
+        heads, heads // kv_heads, LOG2E if soft_cap else scale * LOG2E, scale / soft_cap if soft_cap else 0.0, soft_cap,
+        PARTS=parts, M=config.block_m, N=config.block_n, DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16), CAPPED=bool(soft_cap),
+        **config.options())
     return out, lse

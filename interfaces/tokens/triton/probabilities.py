@@ -1,7 +1,7 @@
 """What interfaces ask of attention's probabilities: a token's by key, summed over heads, and the maxima of blocks of one sequence.
 
-For the maxima scores are computed twice and kept nowhere, for the lse of every row first and then for each block's largest against it:
-storing block maxima of the first pass would take more memory than the result.
+For the maxima scores are computed twice and kept nowhere: attention gives the lse of every row first, against which each block's largest
+score is taken then. Storing block maxima of the first pass would take more memory than the result.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....kernels import BlockLists, block_sparse_attention
 from ....kernels.launch import FUSED
-from ....kernels.lowering.primitives import LN2, LOG2E, load_rows, softmax_step
+from ....kernels.lowering.primitives import LN2, LOG2E, load_rows
 from ....kernels.operators import operator
 
 # Importance is computed in tiles of so many rows, which are the query heads of some tokens, times so many keys at once.
@@ -79,26 +80,7 @@ def importance(q: Tensor, k: Tensor, lse: Tensor, firsts: Tensor, seen: Tensor, 
 
 
 @triton.jit
-def _lse_kernel(q, k, lse2, q_row, q_head, k_row, k_head, group, length, scale_log2,
-                M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    row, head = tl.program_id(0) * M, tl.program_id(1)
-    query = row + tl.arange(0, M)
-    queries = load_rows(q + head.to(tl.int64) * q_head, row, q_row, length - row, M, DIM, DIM_PAD, True)
-    k += (head // group).to(tl.int64) * k_head
-    row_max = tl.full([M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([M], tl.float32)
-    last = tl.minimum(row + M, length)
-    for start in range(0, last, N):
-        keys = load_rows(k, start, k_row, length - start, N, DIM, DIM_PAD, True)
-        key = start + tl.arange(0, N)
-        seen = (key[None, :] <= query[:, None]) & (key < length)[None, :]
-        scores = tl.where(seen, tl.dot(queries, tl.trans(keys)), float("-inf"))
-        _, _, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
-    tl.store(lse2 + head.to(tl.int64) * length + query, row_max + tl.log2(row_sum), mask=query < length)
-
-
-@triton.jit
-def _peaks_kernel(q, k, lse2, by_token, by_block, q_row, q_head, k_row, k_head, block_head, block_row, group, length, number, scale_log2,
+def _peaks_kernel(q, k, lse, by_token, by_block, q_row, q_head, k_row, k_head, block_head, block_row, group, length, number, scale_log2,
                   BLOCK: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     # From the last block to the first: the longest rows must not end the launch.
     block, head = number - 1 - tl.program_id(0), tl.program_id(1)
@@ -106,7 +88,7 @@ def _peaks_kernel(q, k, lse2, by_token, by_block, q_row, q_head, k_row, k_head, 
     in_block, column = tl.arange(0, TILE), tl.arange(0, COLUMNS)
     queries = load_rows(q + head.to(tl.int64) * q_head, row, q_row, rows, TILE, DIM, DIM_PAD, True)
     k += (head // group).to(tl.int64) * k_head
-    row_lse2 = tl.load(lse2 + head.to(tl.int64) * length + row + in_block, mask=in_block < rows, other=float("inf"))
+    row_lse2 = tl.load(lse + head.to(tl.int64) * length + row + in_block, mask=in_block < rows, other=float("inf")) * (1 / LN2)
     by_token += (head.to(tl.int64) * length + row) * number
     by_block += head.to(tl.int64) * block_head + block * block_row
     for first in range(0, block + 1, COLUMNS):
@@ -134,18 +116,13 @@ def triton_pooling(q: Tensor, k: Tensor, scale: float, block_size: int, by_block
     by_token = torch.zeros(heads, length, number, dtype=q.dtype, device=q.device)
     if by_token.numel() == 0:
         return by_token
-    lse2 = torch.empty(heads, length, dtype=torch.float32, device=q.device)
-    shape = dict(DIM=dim, DIM_PAD=max(triton.next_power_of_2(dim), 16))
-    strides, group = (*q.stride()[:2], *k.stride()[:2]), heads // k.shape[1]
-
-    def stages(rows: int) -> int:
-        return 3 if rows * shape["DIM_PAD"] <= PREFETCHED else 1
-
-    _lse_kernel[(triton.cdiv(length, 64), heads)](
-        q, k, lse2, *strides, group, length, scale * LOG2E, M=64, N=64, **shape, num_stages=stages(64), **FUSED)
-    tile = max(triton.next_power_of_2(block_size), 16)
+    before = torch.ones(triton.cdiv(length, LARGEST_BLOCK), triton.cdiv(length, LARGEST_BLOCK), dtype=torch.bool, device=q.device).tril()
+    whole = BlockLists.from_mask(before, LARGEST_BLOCK, LARGEST_BLOCK)
+    queries, keys = (x.transpose(0, 1)[None] for x in (q, k))
+    _, lse = block_sparse_attention(queries, keys, keys, whole, scale=scale, causal=True, return_lse=True)
+    dim_pad, tile = max(triton.next_power_of_2(dim), 16), max(triton.next_power_of_2(block_size), 16)
     _peaks_kernel[(number, heads)](
-        q, k, lse2, by_token, by_block, *strides, *by_block.stride()[:2], group, length, number, scale * LOG2E,
-        BLOCK=block_size, TILE=tile, COLUMNS=COLUMNS, **shape, num_warps=8 if tile > 64 else 4,
-        num_stages=stages(tile), **FUSED)
+        q, k, lse, by_token, by_block, *q.stride()[:2], *k.stride()[:2], *by_block.stride()[:2], heads // k.shape[1], length, number,
+        scale * LOG2E, BLOCK=block_size, TILE=tile, COLUMNS=COLUMNS, DIM=dim, DIM_PAD=dim_pad, num_warps=8 if tile > 64 else 4,
+        num_stages=3 if tile * dim_pad <= PREFETCHED else 1, **FUSED)
     return by_token

@@ -15,12 +15,13 @@ from ssta.kernels.checks import require_strided
 from ssta.kernels.routing import require_impl
 
 from ...patch.apply import SSTAHandle, install_all, require_counter, transformers_of
-from ...patch.branched import BranchedProcessor
 from ...patch.context import ModelContext
-from ...patch.family import Family, Site, family_of
 from ...patch.installation import processors_for, require_bare, sites_of
+from ...patch.register import family_of
 from ...schedule.progress import Progress
 from ...schedule.schedule import Schedule
+from ...terms import Family, Site
+from .branched import BranchedProcessor
 from .checkpoint import FoundTensors, Weights, find_tensors
 
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -15,19 +15,20 @@ from ssta.trained.sla import Q_BLOCK, check_density, sla_layer
 from ssta.trained.vsa import vsa_config, vsa_layer
 
 from ...patch.apply import SSTAHandle
-from ...patch.branched import BranchedProcessor
-from ...patch.processor import Given
+from ...patch.streams import Operand
 from ...schedule.schedule import Schedule
+from .branched import BranchedProcessor
 from .branches import Branch, apply_branch
 from .checkpoint import Weights
 
 
-def attend_vsa(processor: BranchedProcessor, attn: Any, hidden_states: Tensor, query: Given, key: Given, value: Given, layout: TokenLayout
-               ) -> Tensor:
+def attend_vsa(
+    processor: BranchedProcessor, attn: Any, hidden_states: Tensor, query: Operand, key: Operand, value: Operand, layout: TokenLayout,
+) -> Tensor:
     """As VSA does; the attention module has the trained gate ``to_gate_compress``, a projection of what comes into it."""
     gate = attn.to_gate_compress(hidden_states).unflatten(2, (attn.heads, -1))
     # Text, conditions and audio, which the layout may count as one, are pooled apart.
-    layout, config = processor.around(hidden_states.shape[1], before=processor.context.call.before), processor.config_now
+    layout, config = processor.video_alone(hidden_states.shape[1]), processor.ruling.config
 
     def attended(selection: Selection | None, q: Any, k: Any, v: Any, gate: Tensor) -> LayerResult:
         return vsa_layer(q, k, v, gate, layout, config, impl=processor.context.impl, selection=selection)
@@ -35,10 +36,11 @@ def attend_vsa(processor: BranchedProcessor, attn: Any, hidden_states: Tensor, q
     return processor.attend_by(attended, query, key, value, layout, gate)
 
 
-def attend_sla(processor: BranchedProcessor, attn: Any, hidden_states: Tensor, query: Given, key: Given, value: Given, layout: TokenLayout
-               ) -> Tensor:
+def attend_sla(
+    processor: BranchedProcessor, attn: Any, hidden_states: Tensor, query: Operand, key: Operand, value: Operand, layout: TokenLayout,
+) -> Tensor:
     """As SLA does, over the tokens in the order that the model has them; the attention module may have the projection ``proj_l``."""
-    projection, density = getattr(attn, "proj_l", None), processor.config_now.density
+    projection, density = getattr(attn, "proj_l", None), processor.ruling.config.density
     weight, bias = (None, None) if projection is None else (projection.weight, projection.bias)
     assert density is not None
 

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import cudnn_package as package
-from .blocks import BlockLists
-from .memo import captured, traced
-from .operators import on_device
-from .routing import PatternFacts, choose_route
+from ..blocks import BlockLists
+from ..memo import captured, traced
+from ..operators import on_device
+from . import package
 
 # Lengths of the blocks, in slots: partial, of many slots, empty, of few tokens, whole.
 LENGTHS = (1.0, 2.4, 0.0, 0.1, 1.0, 0.6, 3.0, 1.7)
@@ -79,7 +78,9 @@ def _verdict(device: torch.device, dtype: torch.dtype, *kind) -> Verdict:
 
 def errors(device: torch.device, dtype: torch.dtype, head_dim: int, slot: int, grouped: bool, backward: bool) -> dict[str, float]:
     """By name of a result, how far the token that differs most is from Triton's, over the length that tokens have; of lse, in nats."""
-    from .cudnn.attention import cudnn_backward, cudnn_forward
+    from ..portable.backward import triton_backward
+    from ..portable.forward import triton_forward
+    from .attention import cudnn_backward, cudnn_forward
 
     blocks = pattern(slot, device)
     tokens = sum(lengths(slot))
@@ -88,12 +89,11 @@ def errors(device: torch.device, dtype: torch.dtype, head_dim: int, slot: int, g
     q, k, v, dout = (torch.randn(1, number, tokens, head_dim, **cpu).to(device, dtype) for number in heads)
     dlse = torch.randn(1, HEADS, tokens, **cpu).to(device)
     scale = head_dim ** -0.5
-    triton = choose_route("triton", device, dtype, head_dim, PatternFacts.of(blocks), heads=HEADS, kv_heads=k.shape[1])
-    out, lse = triton.run(q, k, v, blocks, scale)
+    out, lse = triton_forward(q, k, v, blocks, scale, False)
     pairs = [*zip(cudnn_forward(q, k, v, blocks, scale, False), (out, lse))]
     if backward:
         given = dout, dlse, q, k, v, out, lse, blocks
-        pairs += zip(cudnn_backward(*given, scale, False), triton.run_backward(*given, scale, False, True))
+        pairs += zip(cudnn_backward(*given, scale, False), triton_backward(*given, scale, False))
     return {name: _furthest(*pair) for name, pair in zip(TENSORS, pairs)}
 
 

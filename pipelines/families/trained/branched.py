@@ -6,14 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ssta import TokenLayout
 from ssta.ranks import Sent, Shards
 from ssta.result import LayerResult
 
-from .processor import Given, SSTAProcessor
+from ...patch.processor import SSTAProcessor
+from ...patch.streams import Operand
 
 
 class BranchedProcessor(SSTAProcessor):
@@ -29,8 +29,9 @@ class BranchedProcessor(SSTAProcessor):
     def attending(self, attn: Any, x: Tensor) -> Callable[..., Tensor]:
         return self.attend if self.method is None else partial(self.method, self, attn, x)
 
-    def attend_by(self, attended: Callable[..., LayerResult], query: Given, key: Given, value: Given, layout: TokenLayout, *others: Tensor
-                  ) -> Tensor:
+    def attend_by(
+        self, attended: Callable[..., LayerResult], query: Operand, key: Operand, value: Operand, layout: TokenLayout, *others: Tensor,
+    ) -> Tensor:
         """``[B, S, H, D]`` of what ``attended`` gives in another way than ``attend``; notes what ran.
 
         Args:
@@ -40,26 +41,21 @@ class BranchedProcessor(SSTAProcessor):
             others: tensors like query.
         """
         shards = self._sharded(query, layout) if isinstance(query, Sent) else None
-        if shards is None and not torch.compiler.is_compiling():
-            self._stopwatch.start(query.device)
+        if shards is None:
+            self.last.begins(query.device)
         given: list[Any] = [x.wait() if isinstance(x, Sent) else x.transpose(1, 2) if isinstance(x, Tensor) else x
                             for x in (query, key, value, *others)]
         if shards is not None:
             given[3:] = map(shards.to_heads, given[3:])
-            self._exchange.note("arrived")
+            self.last.exchange.note("arrived")
         result = self._selecting(lambda selection: attended(selection, *given), tuple(given[0].shape))
         if isinstance(query, Sent) and shards is not None:
-            self._exchange.note("attended")
+            self.last.exchange.note("attended")
             result.out = shards.to_tokens(result.out, query.heads)
-        return self._noted(result, None, layout, False, query)
+        return self._ended(result, None, layout, False, query)
 
     def _sharded(self, query: Sent, layout: TokenLayout) -> Shards:
         """How the ranks share the sequence out, once they agree on what they attend to."""
         shards, context = query.shards, self.context
-        if not isinstance(shards, Shards):
-            raise ValueError(f"{context.method} must run on at most as many ranks as there are heads, got {shards.ranks} ranks and "
-                             f"{query.heads} heads")
-        config = self.config_now
-        shards.agreed((context.method, config, context.impl, layout), lambda: {
-            "method": context.method, "config": config, "impl": context.impl, "layout": layout})
+        shards.agreed({"method": context.method, "config": self.ruling.config, "impl": context.impl, "layout": layout})
         return shards

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .split import splits
+from ..ranks.split import splits
 
 
 def first_blocks(model: nn.Module, sites: list[str]) -> list[nn.Module]:
