@@ -1,8 +1,8 @@
 """The estimate: what blocks that no list names would have added to attention, from their means and covariances.
 
-Its implementations share this file; ``eager/estimate.py`` has the formulas. ``eager/`` and ``portable/`` have the same five functions,
+Its implementations share this file; ``eager/estimate.py`` has the formulas. ``eager/`` and ``portable/`` have the same four functions,
 called without autograd and outside of autocast: ``key_statistics``, ``estimate``, ``merge`` and ``merge_backward``.
-Hopper's kernels take the place of launches in the portable functions.
+Hopper's kernel takes the place of a launch in the portable ``merge``.
 """
 
 from __future__ import annotations
