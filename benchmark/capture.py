@@ -4,7 +4,7 @@
 
 A model with heads of 32 is trained as by bench_quality.py, on procedural clips where no others are named, so that anybody can make the
 file anew, up to how far a GPU gets in a minute. It samples one video, densely. At an early and a late step all heads of all layers are
-ordered by how unlike the tokens of a tile are (h of kernels/eager/tail.py, its mean weighted by mass), and the one most alike, the middle
+ordered by how unlike the tokens of a tile are (h of kernels/eager/estimate.py, mean weighted by mass), and the one most alike, the middle
 one and the one least alike are kept: of each a box of the canvas, with norm and RoPE.
 
     q, k, v         int8 [N, T * H * W, D], in steps

@@ -12,7 +12,7 @@ PADDINGS = {"dense": "dense (torch SDPA)", "exact": "dense (SSTA's kernel)", "no
 # What apply_ssta(pipe) does: shapes.attention_config has the configuration of each name.
 DEFAULTS = {"default": "SSTA by default", "one part": "SSTA by default, `compensation_parts=1`"}
 # The stages of a layer, in the order in which it runs them.
-STAGES = ("exchange in", "tile", "estimate", "score", "select", "attend", "combine", "untile", "exchange out")
+STAGES = ("exchange in", "tile", "estimate", "score", "select", "attend", "merge", "untile", "exchange out")
 # What bench_pipeline.py measures, as tables and plots have it.
 STEPS = {"default": DEFAULTS["default"], "sparse": "SSTA, all layers sparse",
          "one part": "SSTA, all layers sparse, `compensation_parts=1`", "stock": "unmodified diffusers",

@@ -28,7 +28,7 @@ FUNCTIONS = {
     "score": ((Layer, Layer.score),),
     "select": ((Layer, Layer.select),),
     "attend": ((Layer, Layer.attend),),
-    "combine": ((Layer, Layer.combine),),
+    "merge": ((Layer, Layer.merge),),
     "untile": ((Layer, Layer.take),),
     "exchange in": ((on_ranks, on_ranks.enter), (Incoming, Incoming.wait), (Sent, Sent.wait)),
     "exchange out": ((Exchange, Exchange.back),)}

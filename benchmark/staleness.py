@@ -21,19 +21,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What the numbers of each kind of CSV, KIND_MACHINE.csv, depend on. Patterns of paths, in which * matches / too; "!" takes paths out again,
 # the last pattern that matches a path decides. {gpu} is the folder of the kernels that the machine's GPU runs.
-_BLOCKS = ("kernels/*", "!kernels/*/*", "kernels/lowering/*", "kernels/{gpu}/*", "!*tail*", "!kernels/interfaces.py",
+_BLOCKS = ("kernels/*", "!kernels/*/*", "kernels/lowering/*", "kernels/{gpu}/*", "!*estimate*", "!kernels/interfaces.py",
            "!kernels/merge.py", "!kernels/backend.py", "!kernels/reference.py")
-_LAYER = (*_BLOCKS, "kernels/backend.py", "kernels/tail*", "kernels/*/tail*", "kernels/prologue/*", "ssta/*",
+_LAYER = (*_BLOCKS, "kernels/backend.py", "kernels/estimate*", "kernels/*/estimate*", "kernels/prologue/*", "ssta/*",
           "!ssta/masks.py", "!ssta/plot.py", "!ssta/report.py", "!ssta/trained/*", "!ssta/ranks/*", "!kernels/eager/*")
 _STEP = (*_LAYER, "pipelines/schedule/*", "pipelines/patch/*", "pipelines/families/*", "!*/report.py")
 _RANKS = (*_STEP, "pipelines/ranks/*", "ssta/ranks/*")
 SOURCES: dict[str, tuple[str, ...]] = {
     "kernels": _BLOCKS, "sweep": _BLOCKS, "cudnn": (*_BLOCKS, "kernels/cudnn/*"),
-    "errors": (*_BLOCKS, "kernels/eager/*", "kernels/portable/*", "kernels/hopper/*", "!*tail*", "!*/moves.py",
+    "errors": (*_BLOCKS, "kernels/eager/*", "kernels/portable/*", "kernels/hopper/*", "!*estimate*", "!*/moves.py",
                "!*/ranking.py"),
-    "tokens": ("kernels/*", "!kernels/hopper/*", "!kernels/prologue/*", "!*tail*", "!kernels/reference.py", "!kernels/backend.py",
+    "tokens": ("kernels/*", "!kernels/hopper/*", "!kernels/prologue/*", "!*estimate*", "!kernels/reference.py", "!kernels/backend.py",
                "!*/moves.py", "!*/ranking.py", "interfaces/tokens/*", "interfaces/nsa.py", "interfaces/seer.py"),
-    "interfaces": (*_BLOCKS, "kernels/portable/*", "!*tail*", "interfaces/*", "!interfaces/nsa.py", "!interfaces/seer.py"),
+    "interfaces": (*_BLOCKS, "kernels/portable/*", "!*estimate*", "interfaces/*", "!interfaces/nsa.py", "!interfaces/seer.py"),
     "layer": _LAYER, "grid": _LAYER, "host": _LAYER, "streaming": _LAYER, "rollout": _LAYER,
     "vsa": (*_LAYER, "ssta/trained/*"),
     "pipeline": _STEP, "recipe": _STEP, "quality": _STEP, "fine_tune": _STEP, "gate": _STEP, "few_steps": _STEP, "few_fine_tune": _STEP,

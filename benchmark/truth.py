@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ssta.kernels import BlockLists
-from ssta.kernels.tail import CUTS, ITERATIONS
+from ssta.kernels.estimate import CUTS, ITERATIONS
 
 
 class Wrong(Exception):
@@ -74,7 +74,7 @@ def exact_query_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, batch
 
 def estimated_query_block(q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, head: int, row: int, last: int, parts: int) -> Tensor:
     """out ``[rows, D]`` of query block ``row`` of the first batch element where the blocks before ``last`` that it does not list are
-    estimated linearly, each in so many parts (``kernels.eager.tail``). As many heads in k as in q."""
+    estimated linearly, each in so many parts (``kernels.eager.estimate``). As many heads in k as in q."""
     spot, (starts, sizes) = exact_query_block(q, k, v, blocks, 0, head, row), blocks.kv_bounds(k.shape[2])
     query, scale = q[0, head, spot.rows].double(), q.shape[-1] ** -0.5
     # Those of the block's queries that speak for it in h and in the masses.

@@ -7,7 +7,7 @@ A layer of attention over tiles is seven steps:
     score       how much a key block matters to a query block, by means or by estimates
     select      lists of the best-scored blocks, and of those that are forced
     attend      block-sparse attention over the lists
-    combine     the estimate of what no list names, added by log-sum-exp
+    merge       the estimate of what no list names, added by log-sum-exp
     take        back to the order of tokens
 
 Each row of ROWS names functions for the steps that it has; what a row lacks, or cannot do for a problem, the next row does, down to plain
@@ -31,7 +31,7 @@ from .eager import moves, ranking
 from .operators import TRITON, at_hand, watched
 from .routing import Where, choose_route, require_impl, rows_from
 
-STEPS = ("gather", "estimate", "score", "select", "attend", "combine", "take")
+STEPS = ("gather", "estimate", "score", "select", "attend", "merge", "take")
 
 
 def _triton_cannot(where: Where) -> str | None:
@@ -47,7 +47,7 @@ def _triton_cannot(where: Where) -> str | None:
     return "requires float16 or float32 in Triton's interpreter, got torch.bfloat16" if where.dtype == torch.bfloat16 else None
 
 
-def _triton_tail_cannot(where: Where) -> str | None:
+def _triton_estimate_cannot(where: Where) -> str | None:
     reason = _triton_cannot(where)
     if reason is not None or where.device_type == "cuda":
         return reason
@@ -55,7 +55,7 @@ def _triton_tail_cannot(where: Where) -> str | None:
     return None if right else "multiplies bfloat16, which Triton's interpreter here takes for integers"
 
 
-def _hopper_tail_cannot(where: Where) -> str | None:
+def _hopper_merge_cannot(where: Where) -> str | None:
     if not where.capability == (9, 0):
         return "runs on compute capability 9.0 alone"
     if where.dtype != torch.bfloat16:
@@ -79,33 +79,32 @@ class Row:
     cannot: Callable[[Where], str | None] = lambda where: None
 
 
-# Best first. Hopper's parts of the estimate are kernels that the portable functions are given.
+# Best first. Hopper's kernel of the merge is one that the portable function is given.
 ROWS = (
     Row("hopper", dict(
-        estimate="portable.tail:estimate variances=hopper.tail_product:hopper_half_variances masses=hopper.tail_mass:hopper_mass",
-        combine="portable.tail_combine:combine merge=hopper.tail_merge:hopper_tail_merge merge_rows=hopper.tail_merge:ROWS "
-                "matrices=hopper.tail_product:hopper_matrices",
-        combine_backward="portable.tail_combine:combine_backward matrices=hopper.tail_product:hopper_matrices"), _hopper_tail_cannot),
+        merge="portable.estimate:merge kernel=hopper.estimate_merge:hopper_merge kernel_rows=hopper.estimate_merge:ROWS"),
+        _hopper_merge_cannot),
     Row("triton", dict(
         gather="prologue.reorder_kernel:gather", gather_one="prologue.reorder_kernel:one",
         gather_into="prologue.reorder_kernel:gather_into", take="prologue.reorder_kernel:take",
         score="prologue.select_kernel:score", select="prologue.select_kernel:select", valid_lengths="prologue.select_kernel:valid_lengths",
         write_ring="portable.held:write_ring"), _triton_cannot),
     Row("triton", dict(
-        key_statistics="portable.tail:key_statistics", estimate="portable.tail:estimate", error_scores="portable.tail_rows:scores",
-        combine="portable.tail_combine:combine", combine_backward="portable.tail_combine:combine_backward",
-        room_for_statistics="portable.held:room_for_statistics", write_statistics="portable.held:write_statistics"), _triton_tail_cannot),
+        key_statistics="portable.estimate:key_statistics", estimate="portable.estimate:estimate",
+        merge="portable.estimate:merge", merge_backward="portable.estimate:merge_backward",
+        room_for_statistics="portable.held:room_for_statistics", write_statistics="portable.held:write_statistics"),
+        _triton_estimate_cannot),
     Row("torch", dict(
         gather="eager.moves:gather", gather_one="eager.moves:one", gather_into="eager.moves:gather_into",
         take="eager.moves:take", score="eager.ranking:score",
-        select="eager.ranking:select", valid_lengths="eager.ranking:valid_lengths", estimate="eager.tail:estimate",
-        key_statistics="eager.tail:key_statistics", error_scores="eager.tail:scores", combine="eager.tail:combine",
-        combine_backward="eager.tail:combine_backward", room_for_statistics="eager.held:room_for_statistics",
+        select="eager.ranking:select", valid_lengths="eager.ranking:valid_lengths", estimate="eager.estimate:estimate",
+        key_statistics="eager.estimate:key_statistics", merge="eager.estimate:merge",
+        merge_backward="eager.estimate:merge_backward", room_for_statistics="eager.held:room_for_statistics",
         write_statistics="eager.held:write_statistics", write_ring="eager.held:write_ring")),
 )
 # Which step a function belongs to, where it is not named after it.
 STEP_OF = {"gather_one": "gather", "gather_into": "gather", "valid_lengths": "select", "key_statistics": "estimate",
-           "error_scores": "score", "combine_backward": "combine", "room_for_statistics": "estimate", "write_statistics": "estimate",
+           "merge_backward": "merge", "room_for_statistics": "estimate", "write_statistics": "estimate",
            "write_ring": "gather"}
 
 
@@ -142,7 +141,6 @@ class Backend:
         take: ``(x, index) -> x[:, :, index]``, zeros where the int64 index is -1, in x's memory order.
         score: ``(q_means, k_means, lambda_) -> float32 [B, H, N, K]``. lambda_ None scores by the dot product; a number by importance, see
             ``eager.ranking``. Means that are not finite count as zero, and as key blocks score -inf.
-        error_scores: ``(mass, half_variance, log_count, parts) -> float32 [B, H, N, K]``: mass x h / tokens, of ``BlockEstimates``' fields.
         select: ``(forced, scores, k_per_row, active, beyond, room) -> (counts, indices)`` of BlockLists, ids ascending. forced: bool
             ``[T, T']``, True keeps the block for all batch elements and heads. scores: of the first N query and K key blocks; None = no
             more than forced, with H = 1. k_per_row: how many of the best each of the first N rows gets, at most K: an int or int32
@@ -155,7 +153,7 @@ class Backend:
             where each block's run begins and ends in it, nowhere for a block of none; before: int32 ``[T]``, the run's tokens before the
             block, far below zero for a block of no run, which is left whole; lengths: int32 ``[T]``; least: tokens of a run that count at
             least.
-        key_statistics, estimate, combine, combine_backward: see ``eager.tail``. What the first finds may be given to the second.
+        key_statistics, estimate, merge, merge_backward: see ``eager.estimate``. What the first finds may be given to the second.
         room_for_statistics, write_statistics, write_ring: of a cache, see ``eager.held``. What the first two make may be given to estimate.
     """
 
@@ -166,13 +164,12 @@ class Backend:
     gather_into: Callable
     take: Callable
     score: Callable
-    error_scores: Callable
     select: Callable
     valid_lengths: Callable
     key_statistics: Callable
     estimate: Callable
-    combine: Callable
-    combine_backward: Callable
+    merge: Callable
+    merge_backward: Callable
     room_for_statistics: Callable
     write_statistics: Callable
     write_ring: Callable

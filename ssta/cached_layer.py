@@ -19,7 +19,7 @@ from .selection import Selection
 from .spec import LayerSpec
 
 if TYPE_CHECKING:
-    from .kernels.tail import KeyStatistics
+    from .kernels.estimate import Estimate
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +37,12 @@ class Storage:
     k: Tensor
     v: Tensor
     k_means: Tensor | None
-    statistics: KeyStatistics | None
+    statistics: Estimate | None
 
     @property
     def known(self) -> list[Tensor]:
         """All that is known of the tiles."""
-        return [*([] if self.k_means is None else [self.k_means]), *([] if self.statistics is None else self.statistics.held.values())]
+        return [*([] if self.k_means is None else [self.k_means]), *([] if self.statistics is None else self.statistics.cached.values())]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -81,7 +81,7 @@ class CachedLayer:
         # Statistics of no tiles, by which those of a cache are put together again.
         self.none = self._room(torch.zeros(1, spec.kv_heads, 0, spec.head_dim, dtype=spec.dtype, device=device), 0)
 
-    def _room(self, k: Tensor, tiles: int) -> KeyStatistics | None:
+    def _room(self, k: Tensor, tiles: int) -> Estimate | None:
         """For statistics of so many tiles of keys such as k."""
         return self.backend.room_for_statistics(k, tiles, self.parts) if self.spec.estimates else None
 
@@ -92,7 +92,7 @@ class CachedLayer:
         k, v, *rest = tensors
         counts, known = Counts(*rest[:len(Counts._fields)]), rest[len(Counts._fields):]
         k_means = known.pop(0) if _by_means(self.spec) else None
-        return Storage(counts, k, v, k_means, None if self.none is None else self.none.of(known))
+        return Storage(counts, k, v, k_means, None if self.none is None else self.none.with_cached(known))
 
     def new(self, batch: int) -> Storage:
         """That of an empty cache."""
@@ -181,7 +181,7 @@ class CachedLayer:
         self.backend.write_ring((storage.k, storage.v), places.in_chunk, places.in_pages, storage.counts.place, of.page_tokens,
                                 of.pages * of.page_tokens)
         for xs, each in (([] if k_means is None else [k_means], of.layer_tiles),
-                         ([] if statistics is None else [*statistics.held.values()], of.layer_tiles * self.parts)):
+                         ([] if statistics is None else [*statistics.cached.values()], of.layer_tiles * self.parts)):
             if xs:
                 units = self.every_unit[:len(places.begins) * each]
                 self.backend.write_ring(xs, units, units, storage.counts.place, each, of.pages * each)
@@ -214,7 +214,7 @@ class CachedLayer:
             bounds = torch.stack([starts, starts + lengths], -1).flatten()
             offsets = torch.cat([bounds, bounds.new_full((1,), k.shape[2])]).int()
             found = self.backend.key_statistics(k, v, (offsets, 2 * starts.numel(), self.ring.tiles.longest_video_tile), self.parts, True)
-            own = found.of(x.unflatten(2, (2 * starts.numel(), -1))[:, :, ::2].flatten(2, 3) for x in found.held.values())
+            own = found.with_cached(x.unflatten(2, (2 * starts.numel(), -1))[:, :, ::2].flatten(2, 3) for x in found.cached.values())
             self.backend.write_statistics(own, storage.statistics, spread(pages, self.geometry.layer_tiles * self.parts))
         if storage.k_means is not None:
             token = torch.arange(ring.tiles.longest_video_tile, device=ring.device)

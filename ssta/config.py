@@ -43,7 +43,7 @@ class SSTAConfig:
             whose softmax underflows the better scored come first; the published code leaves that to an unstable sort.
         lambda_: weight in [0, 1] of similarity against redundancy, for importance.
         sampling_type: "similarity", "importance", "error" (the estimated softmax mass of a tile times how far its estimate is off, for each
-            of its tokens, see ``ssta.kernels.eager.tail``; needs one), or a function ``f(q_descriptors, k_descriptors) -> scores`` from
+            of its tokens, see ``ssta.kernels.eager.estimate``; needs one), or a function ``f(q_descriptors, k_descriptors) -> scores`` from
             float32 ``[B, H, N, C]`` (H is 1 with ``mask_share_within_head``) to scores ``[B, H, N, N]`` of any
             floating-point dtype, higher is better, of which NaN counts as -inf. It may write to what it is given. None = "error" with a
             compensation, else "similarity".
@@ -55,7 +55,7 @@ class SSTAConfig:
         density: instead of ``topk``, the share in (0, 1] of the video's tile pairs that is computed exactly, window included, whatever the
             canvas: the same number of key tiles for each query tile, to within one. A window that alone is more is computed whole.
         compensation: what the video tiles that are not computed exactly contribute: "none" = nothing, as published; "linear" = each an
-            estimate from its means, with a first-order correction from its covariances. See ``ssta.kernels.eager.tail``.
+            estimate from its means, with a first-order correction from its covariances. See ``ssta.kernels.eager.estimate``.
         compensation_parts: 1 or 2 estimates for each tile; with 2 its tokens are split by their keys' first principal direction.
         variants: ``(max_frames, {field: value, ...})`` in ascending order. ``for_canvas`` applies the first one whose
             ``max_frames`` is not exceeded.

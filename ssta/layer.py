@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ from .spec import LayerSpec
 from .text import TextMask
 
 if TYPE_CHECKING:
-    from .kernels.tail import BlockEstimates, KeyStatistics
+    from .kernels.estimate import Estimate
 
 
 class HeldKeys(NamedTuple):
@@ -34,7 +35,7 @@ class HeldKeys(NamedTuple):
     """
 
     lengths: Tensor
-    statistics: KeyStatistics | None
+    statistics: Estimate | None
     k_per_row: Tensor | None
 
 
@@ -80,7 +81,7 @@ class Layer:
             self.budget = budget_of(config, grids, self.kv_tiles.num_video_tiles, device)
         self.estimates = spec.estimates
         self.room = spec.room
-        # As the steps "estimate" and "combine" take them.
+        # As the steps "estimate" and "merge" take them.
         self.q_blocks, self.kv_blocks = ((tiles.offsets, tiles.num_video_tiles, tiles.longest_video_tile)
                                          for tiles in (self.tiles, self.kv_tiles))
         self.moves = self.tiles.moves or self.kv_tiles.moves
@@ -110,6 +111,7 @@ class Layer:
         estimates = self.estimate(tiled, None if selection is None else selection.useful) if self.estimates else None
         if selection is None:
             selection = self.select(tiled, estimates, left)
+        estimates = estimates and replace(estimates, scores=None)
         q, k, v = tiled.q, tiled.k, tiled.v
         # Nothing is held longer than it is read: beside the inputs there are never more than three copies, and with an estimate the result.
         del tiled
@@ -117,7 +119,7 @@ class Layer:
         tape = Tape(q, k, v, out, lse) if self.spec.recorded else None
         mass = None
         if estimates is not None:
-            out, lse, mass, kept = self.combine(out, lse, q, k, v, selection.blocks, estimates)
+            out, lse, mass, kept = self.merge(out, lse, q, k, v, selection.blocks, estimates)
             if tape is not None:
                 tape = tape._replace(merged=out, merged_lse=lse, **kept)
         del q, k, v, estimates
@@ -140,12 +142,12 @@ class Layer:
         of = (tiled.q, tiled.q_means, self.tiles), (tiled.k, tiled.k_means, self.kv_tiles), (tiled.v, None, self.kv_tiles)
         return tuple([tile_means(x, tiles) if known is None else known.to(x.dtype) for x, known, tiles in of])
 
-    def estimate(self, tiled: Tiled, useful: Tensor | None) -> BlockEstimates:
+    def estimate(self, tiled: Tiled, useful: Tensor | None) -> Estimate:
         """What the video tiles are worth that will not be computed; of layers that do not drop them."""
         return self.backend.estimate(tiled.q, tiled.k, tiled.v, self.q_blocks, self.kv_blocks, self.spec.scale,
                                      self.spec.config.compensation_parts, useful, None if tiled.held is None else tiled.held.statistics)
 
-    def score(self, tiled: Tiled, estimates: BlockEstimates | None) -> Tensor:
+    def score(self, tiled: Tiled, estimates: Estimate | None) -> Tensor:
         """How much each video tile wants each of the keys'; of layers that choose."""
         assert self.rule is not None, "the layer attends to fixed tiles"
         return self.rule(Facts(partial(self.descriptors, tiled), estimates, self.backend, self.spec.config.lambda_))
@@ -165,7 +167,7 @@ class Layer:
         """What a mask leaves of the keys' dense runs."""
         return text_lengths(self.kv_tiles, text_mask, self.backend)
 
-    def select(self, tiled: Tiled, estimates: BlockEstimates | None, left: Left) -> Selection:
+    def select(self, tiled: Tiled, estimates: Estimate | None, left: Left) -> Selection:
         """The tiles that each tile attends to."""
         held = tiled.held
         active, lengths = left if held is None else (None, held.lengths)
@@ -189,18 +191,18 @@ class Layer:
         return choose_route(spec.impl, spec.device, spec.dtype, spec.head_dim, PatternFacts.of(blocks), heads=spec.heads,
                             kv_heads=spec.kv_heads, deterministic=spec.deterministic)
 
-    def combine(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, estimates: BlockEstimates
-                ) -> tuple[Tensor, Tensor, ExactMass, dict[str, Any]]:
+    def merge(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, estimates: Estimate
+              ) -> tuple[Tensor, Tensor, ExactMass, dict[str, Any]]:
         """(out, lse, exact mass, what else a tape has) of attention with what the lists leave out estimated."""
         spec = self.spec
         if spec.recorded:
             out, lse = out.clone(), lse.clone()
-        shares, tail_lse, bias, mixture = self.backend.combine(out, lse, q, k, v, self.q_blocks, self.kv_blocks, blocks.counts,
-                                                               blocks.indices, estimates, spec.scale, spec.recorded)
+        shares, estimate_lse, bias, mixture = self.backend.merge(out, lse, q, k, v, self.q_blocks, self.kv_blocks, blocks.counts,
+                                                                 blocks.indices, estimates, spec.scale, spec.recorded)
         mass = ExactMass(shares, blocks.counts, estimates.useful, self.kv_tiles.num_tiles)
         return out, lse, mass, dict(
-            tail_lse=tail_lse, bias=bias, mixture=mixture, log_count=estimates.log_count, order=estimates.order, k_mean=estimates.k_mean,
-            v_mean=estimates.v_mean)
+            estimate_lse=estimate_lse, bias=bias, mixture=mixture, log_count=estimates.log_count, order=estimates.order,
+            k_mean=estimates.k_mean, v_mean=estimates.v_mean)
 
     def take(self, out: Tensor) -> Tensor:
         """Back to the order of the sequence."""
@@ -218,12 +220,12 @@ class Layer:
         spec, backend = self.spec, self.backend
         q, k, v, out, lse, *_ = tape
         route = self._route(blocks)
-        dlse = of_tail = None
+        dlse = of_estimate = None
         given = dout
         if tape.merged is None:
             dout = backend.take(dout, self.tiles.returned) if self.moves else dout
         else:
-            dout, dlse, *of_tail = self._combine_backward(tape, backend.take(dout, self.tiles.returned))
+            dout, dlse, *of_estimate = self._merge_backward(tape, backend.take(dout, self.tiles.returned))
         dq, dk, dv = route.run_backward(dout, dlse, q, k, v, out, lse, blocks, spec.scale, False, spec.deterministic,
                                         in_place=dout is not given)
         # As in ``run``: one gradient after another goes back to its order, and nothing that was read is there meanwhile.
@@ -232,8 +234,8 @@ class Layer:
         del dq, dk, dv
         for number, tiles in enumerate((self.tiles, self.kv_tiles, self.kv_tiles)):
             x = grads[number]
-            if of_tail:
-                x.add_(of_tail.pop(0))
+            if of_estimate:
+                x.add_(of_estimate.pop(0))
             if dmeans and dmeans[number] is not None:
                 x.add_(tiles.spread((dmeans[number] / tiles.lengths[:tiles.num_video_tiles, None]).to(x.dtype), backend.take))
             grads[number] = tiles.collect(x, backend.take) if self.moves else x
@@ -241,11 +243,11 @@ class Layer:
         dq, dk, dv = grads
         return dq, dk, dv
 
-    def _combine_backward(self, tape: Tape, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _merge_backward(self, tape: Tape, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of the exact part's out and lse, and of q, k and v."""
-        return self.backend.combine_backward(
-            dout, tape.out, tape.lse, tape.merged, tape.merged_lse, tape.tail_lse, tape.q, tape.k, tape.v, self.q_blocks, self.kv_blocks,
-            tape.bias, tape.mixture, tape.log_count, tape.order, tape.k_mean, tape.v_mean, self.spec.scale)
+        return self.backend.merge_backward(
+            dout, tape.out, tape.lse, tape.merged, tape.merged_lse, tape.estimate_lse, tape.q, tape.k, tape.v,
+            self.q_blocks, self.kv_blocks, tape.bias, tape.mixture, tape.log_count, tape.order, tape.k_mean, tape.v_mean, self.spec.scale)
 
 
 @remember(64)

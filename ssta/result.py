@@ -17,7 +17,7 @@ class ExactMass(NamedTuple):
     """What the exact part's share of the softmax follows from.
 
     Attributes:
-        shares: ``[B, H, N, T]``, as the step "combine" gives them; or where counts is None what is asked for.
+        shares: ``[B, H, N, T]``, as the step "merge" gives them; or where counts is None what is asked for.
         counts: int32 ``[B or 1, lists, T']``, how many tiles each of the N and of further tiles lists, for all heads, a key head or a head.
         useful: bool ``[B, H]``, the heads that have an estimate.
         tiles: that can be listed.
@@ -46,7 +46,7 @@ class Tape(NamedTuple):
         q, k, v: as of ``Tiled``.
         out, lse: attention to the listed tiles alone.
         merged, merged_lse: with the estimate; None where nothing is estimated, and so are all others.
-        tail_lse, bias, mixture, log_count, order, k_mean, v_mean: of the estimate; see ``kernels.eager.tail``.
+        estimate_lse, bias, mixture, log_count, order, k_mean, v_mean: of the estimate; see ``kernels.eager.estimate``.
     """
 
     q: Tensor
@@ -56,7 +56,7 @@ class Tape(NamedTuple):
     lse: Tensor
     merged: Tensor | None = None
     merged_lse: Tensor | None = None
-    tail_lse: Tensor | None = None
+    estimate_lse: Tensor | None = None
     bias: Tensor | None = None
     mixture: Tensor | None = None
     log_count: Tensor | None = None

@@ -102,7 +102,7 @@ def _taped(spec: LayerSpec, query: Tensor) -> dict[str, Like]:
         pairs = batch, heads, cut.num_video_tiles, units[2]
         means = Like((*units, dim), wide if plain else spec.dtype)
         lse = Like((batch, heads, slots), wide)
-        found |= {"merged": _tokens(spec, query, slots), "merged_lse": lse, "tail_lse": lse, "bias": Like(pairs, wide),
+        found |= {"merged": _tokens(spec, query, slots), "merged_lse": lse, "estimate_lse": lse, "bias": Like(pairs, wide),
                   "mixture": Like(pairs, wide if plain else torch.bfloat16), "log_count": Like(units, wide), "k_mean": means,
                   "v_mean": means}
         if parts > 1:

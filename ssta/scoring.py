@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .config import SSTAConfig
     from .kernels import Backend
-    from .kernels.tail import BlockEstimates
+    from .kernels.estimate import Estimate
     from .layout import TileLayout
 
 
@@ -25,20 +25,20 @@ class Facts(NamedTuple):
         means: gives the descriptors of query and key tiles, float32 ``[B, H, N, C]`` and ``[B, Hkv, K, C]``; H = Hkv = 1 where heads share
             a pattern.
         estimate: of what will not be computed; None where it is dropped.
-        backend: the kernels, ``backend.score`` and ``backend.error_scores`` among them.
+        backend: the kernels, ``backend.score`` among them.
         lambda_: the configuration's.
     """
 
     means: Callable[[], tuple[Tensor, Tensor]]
-    estimate: BlockEstimates | None
+    estimate: Estimate | None
     backend: Backend
     lambda_: float
 
 
 def _error(facts: Facts) -> Tensor:
     estimate = facts.estimate
-    assert estimate is not None, "SSTAConfig wants a compensation for this rule"
-    return facts.backend.error_scores(estimate.mass, estimate.half_variance, estimate.log_count, estimate.parts)
+    assert estimate is not None and estimate.scores is not None, "SSTAConfig wants a compensation for this rule"
+    return estimate.scores
 
 
 # By the names of ``sampling_type``, which ``config.SAMPLING_TYPES`` lists.

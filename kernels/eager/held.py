@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..tail import KeyStatistics
+from ..estimate import Estimate
 from .steps import compute_dtype
 
 
-def room_for_statistics(k: Tensor, blocks: int, parts: int) -> KeyStatistics:
+def room_for_statistics(k: Tensor, blocks: int, parts: int) -> Estimate:
     """Room for what is known of so many blocks of keys such as ``k [B, Hkv, P, D]``: as ``key_statistics`` gives it."""
     batch, heads, _, dim = k.shape
 
     def room(*shape: int) -> Tensor:
         return torch.zeros(batch, heads, blocks * parts, *shape, dtype=compute_dtype(k), device=k.device)
 
-    return KeyStatistics(parts, room(), None, room(dim), room(dim), room(dim, dim), room(dim * dim))
+    return Estimate(parts, room(), None, room(dim), room(dim), room(dim, dim), room(dim * dim))
 
 
-def write_statistics(found: KeyStatistics, into: KeyStatistics, places: Tensor | int) -> None:
+def write_statistics(found: Estimate, into: Estimate, places: Tensor | int) -> None:
     """Writes what ``key_statistics`` has found of some units, covariances too, into what ``room_for_statistics`` has made.
 
     Args:
@@ -29,7 +29,7 @@ def write_statistics(found: KeyStatistics, into: KeyStatistics, places: Tensor |
     """
     if isinstance(places, int):
         places = torch.arange(found.log_count.shape[2], device=found.log_count.device) + places
-    for x, room in zip(found.held.values(), into.held.values()):
+    for x, room in zip(found.cached.values(), into.cached.values()):
         room.index_copy_(2, places, x)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..launch import launch, power_of_2
 from .config import LaunchConfig
-from .tail_statistics import SLAB
+from .estimate_statistics import SLAB
 
 # Numbers of deviation 1 are coded in equal steps, which are least off in the mean square if the numbers are normally distributed. From here
 # on 3 is nearer than 1.

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..estimate import Estimate
 from ..launch import launch, power_of_2
-from ..tail import KeyStatistics
 from . import coded
-from .tail_config import strides
+from .estimate_config import strides
 
 # Numbers that a program moves at once.
 MOVED = 8192
@@ -34,7 +34,7 @@ def _ring_kernel(x, source, at, place, x_batch, x_head, x_row, heads, rows, each
     tl.store(x + own[:, None] * x_row + columns[None, :], tl.load(x + found[:, None] * x_row + columns[None, :], mask=mask), mask=mask)
 
 
-def room_for_statistics(k: Tensor, blocks: int, parts: int) -> KeyStatistics:
+def room_for_statistics(k: Tensor, blocks: int, parts: int) -> Estimate:
     """See ``eager/held.py``; of kernels' statistics, with covariances as ``coded`` says."""
     batch, heads, _, dim = k.shape
 
@@ -42,13 +42,13 @@ def room_for_statistics(k: Tensor, blocks: int, parts: int) -> KeyStatistics:
         return torch.zeros(batch, heads, blocks * parts, *shape, dtype=dtype, device=k.device)
 
     moments, covariances, scales = coded.code_sizes(dim)
-    return KeyStatistics(parts, room(dtype=torch.float32), None, room(dim), room(dim), room(moments, dtype=torch.uint8),
+    return Estimate(parts, room(dtype=torch.float32), None, room(dim), room(dim), room(moments, dtype=torch.uint8),
                          room(covariances, dtype=torch.uint8), room(scales, dtype=torch.bfloat16))
 
 
-def write_statistics(found: KeyStatistics, into: KeyStatistics, places: Tensor | int) -> None:
+def write_statistics(found: Estimate, into: Estimate, places: Tensor | int) -> None:
     """See ``eager/held.py``."""
-    coded.write([x.contiguous() for x in found.held.values()], list(into.held.values()), places)
+    coded.write([x.contiguous() for x in found.cached.values()], list(into.cached.values()), places)
 
 
 def write_ring(xs: Sequence[Tensor], source: Tensor, at: Tensor, place: Tensor, each: int, size: int) -> None:

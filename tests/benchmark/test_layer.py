@@ -22,7 +22,7 @@ def test_layer_end_to_end(bench, tmp_path):
     bench.main(["--rounds", "2", "--csv", "mine"])
     rows = read_rows(tmp_path / "mine.csv")
     stages = {"none": ["tile", "score", "select", "attend", "untile", "total"],
-              "linear": ["tile", "estimate", "score", "select", "attend", "combine", "untile", "total"]}
+              "linear": ["tile", "estimate", "score", "select", "attend", "merge", "untile", "total"]}
     expected = [("dense", "", "total"), ("exact", "", "total"),
                 *((name, "linear", stage) for name in ("default", "one part") for stage in stages["linear"]),
                 *((pad, kind, s) for pad in ("none", "zero") for kind in stages for s in stages[kind])]

@@ -41,7 +41,7 @@ def test_two_ranks_end_to_end(measured):
         assert float(two[-1]["speed_up"]) == pytest.approx(float(one[-1]["median_ms"]) / float(two[-1]["median_ms"]))
         for ranks in "12":
             default = of(rows, what="layer", shape=layer, attention="default", basis="measured", ranks=ranks)
-            assert {"tile", "estimate", "select", "attend", "combine", "total"} <= {row["stage"] for row in default}
+            assert {"tile", "estimate", "select", "attend", "merge", "total"} <= {row["stage"] for row in default}
             assert default[-1]["difference"] == "0.0" and 0 < float(default[-1]["error"]) < 1e-5
     steps = of(rows, what="step", basis="measured")
     assert [(row["shape"].split(",")[0], row["attention"], row["ranks"]) for row in steps] == [

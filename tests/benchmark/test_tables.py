@@ -127,7 +127,7 @@ def ages_in(tree, *commits, name="kernels_h200", device="NVIDIA H200"):
 
 def test_rows_are_stale_when_code_under_them_changes(repository):
     tree, commit = repository
-    first = commit(kernels__hopper__forward=KERNEL, kernels__portable__forward=KERNEL, kernels__tail=KERNEL, ssta__attention=KERNEL)
+    first = commit(kernels__hopper__forward=KERNEL, kernels__portable__forward=KERNEL, kernels__estimate=KERNEL, ssta__attention=KERNEL)
     words = KERNEL.replace("A kernel", "Another").replace("Adds", "One more").replace("x + 1  # one", "(x +\n 1)")
     second = commit(kernels__hopper__forward=words)
 
@@ -139,15 +139,15 @@ def test_rows_are_stale_when_code_under_them_changes(repository):
     both = ("kernels/hopper/backward.py", "kernels/hopper/forward.py")
     assert changed(first, second, third, first) == [both, both, ()]
     assert changed(first, name="kernels_a100", device="NVIDIA A100") == [()], "it runs kernels/portable"
-    commit(kernels__tail="def g(): pass\n", pipelines__patch__report="x = 1\n", pipelines__ranks__split="x = 1\n",
+    commit(kernels__estimate="def g(): pass\n", pipelines__patch__report="x = 1\n", pipelines__ranks__split="x = 1\n",
            ssta__ranks__exchange="x = 1\n", ssta__trained__vsa="x = 1\n")
     assert changed(third) == [()]
-    assert changed(third, name="layer_h200") == changed(third, name="pipeline_h200") == [("kernels/tail.py",)]
-    assert changed(third, name="parallel_h200x2") == [("kernels/tail.py", "pipelines/ranks/split.py", "ssta/ranks/exchange.py")]
-    assert changed(third, name="vsa_h200") == [("kernels/tail.py", "ssta/trained/vsa.py")]
+    assert changed(third, name="layer_h200") == changed(third, name="pipeline_h200") == [("kernels/estimate.py",)]
+    assert changed(third, name="parallel_h200x2") == [("kernels/estimate.py", "pipelines/ranks/split.py", "ssta/ranks/exchange.py")]
+    assert changed(third, name="vsa_h200") == [("kernels/estimate.py", "ssta/trained/vsa.py")]
     (tree / "ssta" / "attention.py").unlink()
-    (tree / "kernels" / "__init__.py").write_text("from .tail import g\n")
-    assert changed(third, name="host_h200") == [("kernels/tail.py", "ssta/attention.py")], "the working tree counts, names in doors do not"
+    (tree / "kernels" / "__init__.py").write_text("from .estimate import g\n")
+    assert changed(third, name="host_h200") == [("kernels/estimate.py", "ssta/attention.py")], "the working tree counts, doors do not"
 
 
 def test_what_is_said_of_stale_rows(repository):

@@ -18,9 +18,9 @@ def names(impl, where):
 
 
 @pytest.mark.parametrize("impl, where, other, exceptions", [
-    ("auto", HOPPER, "triton", dict(estimate="hopper", combine="hopper")),
-    ("hopper", HOPPER, "triton", dict(estimate="hopper", combine="hopper")),
-    ("auto", HOPPER._replace(head_dim=64), "triton", dict(estimate="hopper", combine="hopper")),
+    ("auto", HOPPER, "triton", dict(merge="hopper")),
+    ("hopper", HOPPER, "triton", dict(merge="hopper")),
+    ("auto", HOPPER._replace(head_dim=64), "triton", dict(merge="hopper")),
     ("auto", HOPPER._replace(head_dim=80), "triton", {}),
     ("auto", HOPPER._replace(dtype=torch.float16), "triton", {}),
     ("auto", HOPPER._replace(dtype=torch.float32), "triton", {}),
@@ -54,7 +54,7 @@ def test_an_interpreter_that_multiplies_bits_leaves_the_estimate_to_torch(monkey
         assert not interpreted.multiplies_bfloat16.__wrapped__()
     monkeypatch.setattr(interpreted, "multiplies_bfloat16", lambda: False)
     backend = choose.__wrapped__("triton", Where("cpu", None, True, torch.float16, 64))
-    assert {of.step for of in backend.chosen if of.name == "torch"} == {"estimate", "combine"}
+    assert {of.step for of in backend.chosen if of.name == "torch"} == {"estimate", "merge"}
     assert any("not triton, which multiplies bfloat16" in line for line in backend.explain())
 
 
@@ -63,8 +63,8 @@ def test_a_backend_says_why_no_faster_row_runs_a_step():
     assert len(said) == len(BUT_ATTEND) and [line.split(":")[0] for line in said] == BUT_ATTEND
     for line in said:
         assert "torch" in line and "not triton, which requires an Ampere GPU (sm_80) or a later one, got sm_75" in line
-    estimate, = (line for line in said if line.startswith("estimate"))
-    assert "not hopper, which runs on compute capability 9.0 alone;" in estimate
+    merge, = (line for line in said if line.startswith("merge"))
+    assert "not hopper, which runs on compute capability 9.0 alone;" in merge
     assert choose("torch", HOPPER).explain() == tuple(f"{step}: torch" for step in BUT_ATTEND), "what was asked for rejects nothing"
 
 

@@ -1,6 +1,6 @@
 """Every implementation of a step that moves or chooses gives what plain torch gives: in Triton's interpreter without a GPU, and on one.
 
-The same of what is not selected is in test_tail.py and test_tail_backward.py.
+The same of what is not selected is in test_estimate.py and test_estimate_backward.py.
 """
 
 import pytest

@@ -119,7 +119,7 @@ def check(name, place, dim, backend):
     dense, sparse = expected_implementations(place, dim, name in MASKED)
     assert [run.implementation for run in runs] == [dense, sparse, sparse]
     for run in runs[1:]:
-        assert run.without_estimate[0] == 0 and (sparse != "hopper" or {("estimate", "hopper"), ("combine", "hopper")} <= set(run.by))
+        assert run.without_estimate[0] == 0 and (sparse != "hopper" or {("estimate", "triton"), ("merge", "hopper")} <= set(run.by))
     errors, allowed = [], []
     with apply_ssta(exact, impl="reference"), apply_ssta(plain, impl="reference"), torch.no_grad():
         for (args, kwargs), out in forwards:

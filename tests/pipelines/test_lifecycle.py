@@ -221,7 +221,7 @@ def test_the_report_says_why_nothing_faster_ran():
     with apply_ssta(model, SPARSE, schedule=Schedule(), impl="torch") as handle:
         run(model, **call)
         assert handle.report()[0].explanation == ()
-        assert dict(handle.report()[0].by) == dict.fromkeys(("gather", "estimate", "score", "select", "combine", "take"), "torch")
+        assert dict(handle.report()[0].by) == dict.fromkeys(("gather", "estimate", "score", "select", "merge", "take"), "torch")
         assert str(handle.report()).splitlines()[-1].startswith("other steps of sparse layers: gather by torch, ")
 
 

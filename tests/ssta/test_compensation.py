@@ -117,7 +117,7 @@ def test_merged_lse_is_the_log_of_the_summed_masses(options):
     keep[:, :, -1] = keep[..., -1] = True
     blocks = BlockLists.from_mask(keep, tiles.offsets, tiles.offsets)
     out, lse = block_sparse_attention(q, k, v, blocks, scale=0.25, return_lse=True)
-    merged, total, mass, _ = layer.combine(out.clone(), lse.clone(), q, k, v, blocks, estimates)
+    merged, total, mass, _ = layer.merge(out.clone(), lse.clone(), q, k, v, blocks, estimates)
     assert (total >= lse).all()
     assert torch.equal(total[:, :, tiles.offsets[-2]:], lse[:, :, tiles.offsets[-2]:])
     assert torch.equal(merged[:, :, tiles.offsets[-2]:], out[:, :, tiles.offsets[-2]:])

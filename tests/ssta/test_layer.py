@@ -403,9 +403,9 @@ def test_impl_reaches_every_step_and_a_report_says_so(impl, row):
     q, k, v = inputs(torch.float16, 16)
     report = explain(q, k, LAYOUT, config_of("estimate"), value=v, impl=impl)
     assert report.implementation == impl and {of.name for of in report.backend.chosen} == {row}
-    assert [of.step for of in report.backend.chosen] == ["gather", "estimate", "score", "select", "combine", "take"]
+    assert [of.step for of in report.backend.chosen] == ["gather", "estimate", "score", "select", "merge", "take"]
     lines = [line.strip() for line in str(report).splitlines()]
-    for step in ("estimate", "combine"):
+    for step in ("estimate", "merge"):
         assert any(line.endswith(f"{step}: {row}") for line in lines)
 
 

@@ -376,7 +376,7 @@ def _loaded():
     modules = {}
     with mock.patch.dict(sys.modules, _modules()):
         for part in ("primitives", "softmax", "forward_load", "forward_mainloop", "forward", "backward_iterator", "backward_smem",
-                     "backward_partitions", "backward", "tail_mass", "tail_merge", "tail_product"):
+                     "backward_partitions", "backward", "estimate_merge"):
             path = Path(ssta.kernels.__file__).with_name("hopper") / f"{part}.py"
             spec = importlib.util.spec_from_file_location(f"ssta.kernels.hopper.{part}", path)
             modules[part] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

@@ -131,24 +131,22 @@ def estimate(dim: int, dtype: torch.dtype, parts: int, hopper: bool = False) -> 
     """What stands in for blocks that no list names, and its gradients."""
     from ssta.kernels import BlockLists
     from ssta.kernels.backend import choose
-    from ssta.kernels.portable import tail as before
-    from ssta.kernels.portable import tail_combine as after
+    from ssta.kernels.portable import estimate as portable
     from ssta.kernels.routing import Where
 
     # All heads at once: one by one they would be compiled again, with other alignments.
-    before.ESTIMATE_ROOM = after.MERGE_ROOM = after.BACKWARD_ROOM = 1e9
+    portable.BUDGET = 1e9
     lists = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), 128, 128)
     q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
     blocks, lse = (torch.arange(0, 512, 128, dtype=torch.int32), 3, 128), torch.zeros(1, 2, 384)
     steps = choose("auto", Where("cuda", (9, 0) if hopper else (8, 0), False, dtype, dim))
     found = steps.estimate(q, k, v, blocks, blocks, 1.0, parts)
-    steps.error_scores(found.mass, found.half_variance, found.log_count, parts)
-    _, tail_lse, bias, mixture = steps.combine(out, lse, q, k, v, blocks, blocks, lists.counts, lists.indices, found, 1.0, True)
-    steps.combine_backward(q, out, lse, out, lse, tail_lse, q, k, v, blocks, blocks, bias, mixture, found.log_count, found.order,
-                           found.k_mean, found.v_mean, 1.0)
+    _, estimate_lse, bias, mixture = steps.merge(out, lse, q, k, v, blocks, blocks, lists.counts, lists.indices, found, 1.0, True)
+    steps.merge_backward(q, out, lse, out, lse, estimate_lse, q, k, v, blocks, blocks, bias, mixture, found.log_count, found.order,
+                         found.k_mean, found.v_mean, 1.0)
 
 
-def hold(dim: int, dtype: torch.dtype, hopper: bool = False) -> None:
+def hold(dim: int, dtype: torch.dtype) -> None:
     """What a cache holds of blocks, and the estimate of it."""
     from ssta.kernels import BlockLists
     from ssta.kernels.backend import choose
@@ -157,25 +155,25 @@ def hold(dim: int, dtype: torch.dtype, hopper: bool = False) -> None:
     lists = BlockLists.from_mask(torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, 3, 3), 128, 128)
     q, k, v, out = (torch.zeros(1, 384, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
     blocks, lse = (torch.arange(0, 512, 128, dtype=torch.int32), 3, 128), torch.zeros(1, 2, 384)
-    steps = choose("auto", Where("cuda", (9, 0) if hopper else (8, 0), False, dtype, dim))
+    steps = choose("auto", Where("cuda", (8, 0), False, dtype, dim))
     room, place = steps.room_for_statistics(k, 3, 1), torch.zeros(1, dtype=torch.int64)
     steps.write_statistics(steps.key_statistics(k, v, blocks, 1, True), room, place.expand(3).contiguous())
     steps.write_ring((k,), *[place.expand(128).contiguous()] * 2, place, 128, 256)
     found = steps.estimate(q, k, v, blocks, blocks, 1.0, 1, None, room)
-    steps.combine(out, lse, q, k, v, blocks, blocks, lists.counts, lists.indices, found, 1.0, False)
+    steps.merge(out, lse, q, k, v, blocks, blocks, lists.counts, lists.indices, found, 1.0, False)
 
 
 AMD = ("gfx942", "gfx950")
 FORWARD, BACKWARD = r"portable\.forward\._forward_", r"portable\.backward\._d(q|kv)_"
 GATHERED, TOKENS = r"tokens\.triton\.gathered\._", r"tokens\.triton\.(forward|backward)\._(forward|dq|dkv)_"
 LISTED = r"tokens\.triton\.(lists|probabilities)\._"
-TAIL, HOPPER_TAIL, HELD = r"portable\.tail_", r"hopper\.tail_", r"portable\.(coded|held)"
+ESTIMATE, HOPPER_ESTIMATE, HELD = r"portable\.estimate_", r"hopper\.estimate_", r"portable\.(coded|held)"
 HOPPER_FORWARD, HOPPER_BACKWARD = r"hopper\.forward\.", r"hopper\.backward\."
 
 
 def cases() -> dict[str, Case]:
     """Label, less its card -> case; where kernels come twice, the first is what counts."""
-    return portable_cases() | tail_cases() | held_cases() | hopper_cases() | amd_cases()
+    return portable_cases() | estimate_cases() | held_cases() | hopper_cases() | amd_cases()
 
 
 def portable_cases() -> dict[str, Case]:
@@ -217,14 +215,14 @@ def portable_cases() -> dict[str, Case]:
     return found
 
 
-def tail_cases() -> dict[str, Case]:
+def estimate_cases() -> dict[str, Case]:
     found = {}
     usual = {("bf16", 128, 2): (90, 120), ("bf16", 64, 2): (90,), ("fp16", 64, 1): (80,), ("bf16", 256, 2): (120,)}
     for (name, dim), parts in product((("bf16", 128), ("bf16", 64), ("fp16", 64), ("bf16", 256), ("fp32", 64), ("bf16", 80)), (2, 1)):
         # Bytes a thread, outside of loops: on an H200 few warps, whose registers hardly do at some head_dims, are faster than more of them.
         # Float32 and head_dims above 128 are there to be right. At 256 the matrix of the order alone takes all registers.
-        found[f"tail D={dim} {name}{' halves' * (parts > 1)}"] = Case(
-            (80, 90, 120), partial(estimate, dim, DTYPES[name], parts), TAIL if dim <= 128 else TAIL + "(?!order)",
+        found[f"estimate D={dim} {name}{' halves' * (parts > 1)}"] = Case(
+            (80, 90, 120), partial(estimate, dim, DTYPES[name], parts), ESTIMATE if dim <= 128 else ESTIMATE + "(?!order)",
             Allowed(spilled=160), assembled=name != "fp32" and dim <= 128, usual=usual.get((name, dim, parts), ()), asked=(80, 90))
     return found
 
@@ -269,10 +267,8 @@ def hopper_cases() -> dict[str, Case]:
             (90,), partial(attend, dim, DTYPES[name], 384, 384, causal, True, True, ragged, deterministic), HOPPER_BACKWARD,
             Allowed(reloads=allowed, spilled=SPILLS), usual=None if usual else ())
     for dim in (64, 128):
-        found[f"hopper tail D={dim} bf16"] = Case(
-            (90,), partial(estimate, dim, torch.bfloat16, 1, True), HOPPER_TAIL, Allowed(reloads=0, spilled=SPILLS))
-    found["hopper held D=128 bf16"] = Case(
-        (90,), partial(hold, 128, torch.bfloat16, True), r"hopper\.tail_mass", Allowed(reloads=1, spilled=SPILLS))
+        found[f"hopper estimate D={dim} bf16"] = Case(
+            (90,), partial(estimate, dim, torch.bfloat16, 1, True), HOPPER_ESTIMATE, Allowed(reloads=0, spilled=SPILLS))
     return found
 
 
@@ -286,7 +282,7 @@ def amd_cases() -> dict[str, Case]:
         if not backward:
             found[f"amd gathered D={dim} bf16"] = Case(AMD, partial(gather, dim, False), GATHERED, Allowed(), usual=())
             found[f"amd tokens D={dim} bf16"] = Case(AMD, partial(attend_to_tokens, dim, 16, 64), TOKENS, Allowed(), usual=())
-            found[f"amd tail D={dim} bf16"] = Case(AMD, partial(estimate, dim, torch.bfloat16, 2), TAIL, Allowed(), usual=())
+            found[f"amd estimate D={dim} bf16"] = Case(AMD, partial(estimate, dim, torch.bfloat16, 2), ESTIMATE, Allowed(), usual=())
     return found
 
 

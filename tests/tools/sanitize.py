@@ -113,10 +113,9 @@ def estimate(row: str, dim: int, parts: int) -> None:
     known = steps.key_statistics(k, v, blocks, parts, True)
     found = steps.estimate(q, k, v, blocks, blocks, scale, parts)
     for estimates in (found, steps.estimate(q, k, v, blocks, blocks, scale, parts, found.useful, known)):
-        steps.error_scores(estimates.mass, estimates.half_variance, estimates.log_count, parts)
         out, lse = exact.clone(), exact_lse.clone()
-        _, *kept = steps.combine(out, lse, q, k, v, blocks, blocks, lists.counts, lists.indices, estimates, scale, True)
-    steps.combine_backward(dout, exact, exact_lse, out, lse, kept[0], q, k, v, blocks, blocks, *kept[1:], found.log_count,
+        _, *kept = steps.merge(out, lse, q, k, v, blocks, blocks, lists.counts, lists.indices, estimates, scale, True)
+    steps.merge_backward(dout, exact, exact_lse, out, lse, kept[0], q, k, v, blocks, blocks, *kept[1:], found.log_count,
                            found.order, found.k_mean, found.v_mean, scale)
 
 

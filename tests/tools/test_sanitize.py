@@ -64,10 +64,10 @@ def test_what_partitions_wait_for_is_left_out():
         name, line = at.split(":")
         assert (sanitize.KERNELS / "hopper" / name).read_text().splitlines()[int(line) - 1].startswith("def _")
     text = ("========= Error: Potential RAW hazard detected at __shared__ 0x20512 in block (0,0,0) :\n"
-            "=========     Write Thread (127,0,0) at _product_kernel+0x35d0 in tail_product.py:141\n"
-            "=========     Read Thread (192,0,0) at _product_kernel+0x120 in {0}\n=========     Current Value : 1, Incoming Value : 2\n")
+            "=========     Write Thread (127,0,0) at _merge_kernel+0x35d0 in estimate_merge.py:341\n"
+            "=========     Read Thread (192,0,0) at _merge_kernel+0x120 in {0}\n=========     Current Value : 1, Incoming Value : 2\n")
     assert all(sanitize.judge(text.replace("{0}", at), {}) == ([], 1) for at in waiting)
-    assert len(sanitize.judge(text.replace("{0}", "tail_product.py:141"), {})[0]) == 1
+    assert len(sanitize.judge(text.replace("{0}", "estimate_merge.py:341"), {})[0]) == 1
 
 
 @pytest.mark.parametrize("tool, said", [

@@ -1,4 +1,4 @@
-"""The tail's kernels against its specification in float64: in Triton's interpreter without a GPU, and on one, every row of the backend
+"""The estimate's kernels against its specification in float64: in Triton's interpreter without a GPU, and on one, every row of the backend
 table."""
 
 import dataclasses
@@ -6,12 +6,12 @@ import dataclasses
 import pytest
 import torch
 from backend_rows import DEVICE, rows
+from estimate_cases import estimate_case, no_worse, same_estimates
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
-from launches import launches
-from tail_cases import no_worse, same_estimates, tail_case
 
-from ssta.kernels.portable import tail_combine, tail_groups, tail_order
-from ssta.kernels.tail import BlockEstimates, useful_heads
+from ssta.kernels.eager import estimate as eager
+from ssta.kernels.estimate import Estimate, useful_heads
+from ssta.kernels.portable import estimate, estimate_order
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 both_parts = pytest.mark.parametrize("parts", [1, 2])
@@ -48,14 +48,14 @@ def same_bits(*two):
 @both_parts
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ragged_blocks(dtype, parts):
-    _, _, estimates = check(tail_case([40, 17, 0, 33, 2, 70, 21], 5, dtype=dtype, parts=parts, device=DEVICE))
+    _, _, estimates = check(estimate_case([40, 17, 0, 33, 2, 70, 21], 5, dtype=dtype, parts=parts, device=DEVICE))
     assert (estimates.half_variance > 1.2).any() and (estimates.half_variance < 0.8).any(), "on both sides of the cap"
 
 
 @both_parts
 @pytest.mark.parametrize("kv_lengths, kv_number", [([20, 33, 9, 41], 3), ([12, 5, 40, 0, 9, 33, 17, 21, 8, 30], 9)], ids=["few", "many"])
 def test_keys_with_blocks_of_their_own(kv_lengths, kv_number, parts):
-    check(tail_case([40, 17, 0, 33, 2, 70, 21], 5, heads=4, kv_heads=2, parts=parts, kv_lengths=kv_lengths, kv_number=kv_number,
+    check(estimate_case([40, 17, 0, 33, 2, 70, 21], 5, heads=4, kv_heads=2, parts=parts, kv_lengths=kv_lengths, kv_number=kv_number,
                     device=DEVICE))
 
 
@@ -63,13 +63,13 @@ def test_keys_with_blocks_of_their_own(kv_lengths, kv_number, parts):
 @pytest.mark.parametrize("longest", [70, 140])
 def test_blocks_of_more_queries_than_speak_for_them(longest, dtype):
     """And of as many, and fewer; more blocks than one program takes."""
-    check(tail_case([9, 40, 17, 33, 2, longest, 32, 12, 5, 64, 8], 10, dtype=dtype, device=DEVICE))
+    check(estimate_case([9, 40, 17, 33, 2, longest, 32, 12, 5, 64, 8], 10, dtype=dtype, device=DEVICE))
 
 
 @both_parts
 @pytest.mark.parametrize("dim", [32, 64, 80])
 def test_head_dims(dim, parts):
-    check(tail_case([66, 50, 10], 3, dim=dim, parts=parts, device=DEVICE))
+    check(estimate_case([66, 50, 10], 3, dim=dim, parts=parts, device=DEVICE))
 
 
 @both_parts
@@ -77,7 +77,7 @@ def test_head_dims(dim, parts):
 @pytest.mark.slow
 def test_batch_and_grouped_heads(listed_heads, parts):
     """Lists of query heads, of key/value heads, or for all."""
-    case = tail_case([20, 35, 9, 12], 3, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
+    case = estimate_case([20, 35, 9, 12], 3, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
     mask = torch.rand(2, listed_heads, 4, 4, device=DEVICE) < 0.5
     mask[..., 3:] = True
     by_head = mask.repeat_interleave(4 // listed_heads, 1)
@@ -87,7 +87,7 @@ def test_batch_and_grouped_heads(listed_heads, parts):
 
 def test_heads_done_in_groups_are_the_heads():
     """With lists of key/value heads, and of query heads for all batch elements."""
-    case = tail_case([20, 9, 12], 2, heads=4, kv_heads=2, batch=2, parts=2, device=DEVICE)
+    case = estimate_case([20, 9, 12], 2, heads=4, kv_heads=2, batch=2, parts=2, device=DEVICE)
     calls = []
     for batch, heads in ((2, 2), (1, 4)):
         mask = torch.rand(batch, heads, 3, 3, device=DEVICE) < 0.4
@@ -96,7 +96,7 @@ def test_heads_done_in_groups_are_the_heads():
         calls.append((*case.exact(blocks)[0], blocks))
     whole = case.estimate()
     added = [case.add(*call, whole) for call in calls]
-    case = dataclasses.replace(case, room=0.0)
+    case = dataclasses.replace(case, budget=0.0)
     grouped = case.estimate()
     torch.testing.assert_close(grouped.half_variance, whole.half_variance)
     torch.testing.assert_close(grouped.mass, whole.mass)
@@ -104,42 +104,24 @@ def test_heads_done_in_groups_are_the_heads():
         torch.testing.assert_close(case.add(*call, grouped), wanted)
 
 
-@pytest.mark.parametrize("room, at_once", [(1e9, 16), (270, (8, 3)), (270 - 1e-9, (8, 3)), (230, (3, 3)), (200, (8, 2)), (0, (1, 1))])
-def test_biases_of_more_heads_at_once_than_matrices(room, at_once):
-    """As far as there is room, and never for more groups of matrices."""
-    found = tail_combine._at_once(16, room, 63, 5.5)
-    assert min(found) >= 16 if at_once == 16 else found == at_once
+@pytest.mark.parametrize("batch, most, sizes", [
+    (1, 16, [16]), (1, 15, [8, 8]), (1, 8, [8, 8]), (1, 6, [6, 6, 4]), (2, 6, [6, 6, 4, 6, 6, 4]), (2, 16, [16, 16]), (2, 32, [32]),
+    (1, 0.5, [1] * 16)])
+def test_groups_of_heads_are_all_heads(batch, most, sizes):
+    """As few as the budget allows, of nearly the same size. ``most``: how many heads it is enough for."""
+    q, x = torch.empty(batch, 32, 40, 64, dtype=torch.bfloat16, device="meta"), torch.arange(batch * 16).view(batch, 16)
+    found = list(estimate.head_groups(q, q[:, ::2], int(estimate.BUDGET * q.numel() * 2 / most)))
+    groups = [x[shared] for _, shared in found]
+    assert [part.numel() for part in groups] == sizes and torch.equal(torch.cat([part.flatten() for part in groups]), x.flatten())
+    queries = torch.arange(batch * 32).view(batch, 32)
+    assert all(torch.equal(queries[own].unflatten(1, (-1, 2))[..., 0] // 2, x[shared]) for own, shared in found)
 
 
-@pytest.mark.parametrize("batch, at_once, several, sizes", [
-    (1, 3, 1, [3, 3, 3, 3, 3, 1]), (1, 9, 1, [9, 7]), (1, 6, 1, [6, 6, 4]), (2, 6, 1, [6, 6, 4, 6, 6, 4]), (2, 16, 1, [16, 16]),
-    (2, 32, 1, [32]), (1, 3, 2, [6, 6, 3, 1]), (2, 6, 9, [12, 4, 12, 4]), (1, 4, 4, [16])])
-def test_groups_of_heads_are_all_heads(batch, at_once, several, sizes):
-    x = torch.arange(batch * 16).view(batch, 16)
-    found = [x[shared] for _, shared in tail_groups.head_groups(batch, 16, 2, at_once, several)]
-    assert [part.numel() for part in found] == sizes and torch.equal(torch.cat([part.flatten() for part in found]), x.flatten())
-
-
-def test_heads_whose_biases_are_made_together_are_the_heads():
-    """Where there is room for the matrices of one of four key heads and the biases of two."""
-    case = tail_case([20, 9, 12], 2, heads=8, kv_heads=4, batch=2, device=DEVICE)
-    blocks, estimates = case.some_blocks(), case.estimate()
-    (out, lse), _ = case.exact(blocks)
-    wanted = case.add(out, lse, blocks, estimates)
-    held = tail_combine.KNOWN_OF_A_PAIR * estimates.half_variance.numel() + 4 * blocks.indices.numel()
-    needed = 2 * 16**2 * (2 + 2 * 2) + 2 * tail_combine.MADE_OF_A_PAIR * 2 * 2 * 2
-    case = dataclasses.replace(case, room=(held + needed) / tail_groups.mean_bytes(case.q, case.k))
-    with launches() as seen:
-        torch.testing.assert_close(case.add(out, lse, blocks, estimates), wanted)
-    # For two heads biases, and for each then covariances and merge.
-    assert len(seen) == 2 * 2 * (1 + 2 * 2)
-
-
-@pytest.mark.parametrize("row, parts, room", [("triton", 1, 1e9), ("triton", 2, 0.0), ("torch", 1, None), ("torch", 2, None)])
-def test_statistics_of_keys_that_were_found_before(row, parts, room):
+@pytest.mark.parametrize("row, parts, budget", [("triton", 1, 1e9), ("triton", 2, 0.0), ("torch", 1, None), ("torch", 2, None)])
+def test_statistics_of_keys_that_were_found_before(row, parts, budget):
     """Found once for all keys, or for some blocks and for others: the estimates, and what is made of them, have the same bits."""
-    case = tail_case([20, 33, 17, 9, 12], 4, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
-    case.room = room
+    case = estimate_case([20, 33, 17, 9, 12], 4, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
+    case.budget = budget
     backend, blocks = case.backend(row), case.some_blocks()
     offsets, _, longest = case.shape[1]
     every = backend.key_statistics(case.k, case.v, case.shape[1], parts, True)
@@ -162,12 +144,12 @@ def test_statistics_of_keys_that_were_found_before(row, parts, room):
 
 @both_parts
 def test_scores_and_useful_heads_are_sums_over_units(parts):
-    case = tail_case([40, 1, 30, 33], 4, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
+    case = estimate_case([40, 1, 30, 33], 4, heads=4, kv_heads=2, batch=2, parts=parts, device=DEVICE)
     case.v[1, 0, 60, 2] = torch.nan
     estimates = case.estimate()
-    scores, mass, half_variance = case.scores(estimates), estimates.mass.float(), estimates.half_variance.float()
+    scores, mass, half_variance = estimates.scores, estimates.mass.float(), estimates.half_variance.float()
     assert (scores[1, :2, :, 2] == -torch.inf).all() and scores.isinf().sum() == 8
-    torch.testing.assert_close(scores, case.backend("torch").error_scores(mass, half_variance, estimates.log_count, parts))
+    torch.testing.assert_close(scores, eager.scores(mass, half_variance, estimates.log_count, parts))
     errors = (mass * half_variance).unflatten(-1, (4, parts)).sum(-1)
     tokens = torch.tensor([40, 1, 30, 33], device=DEVICE)
     torch.testing.assert_close((scores * tokens)[0], errors[0])
@@ -177,7 +159,7 @@ def test_scores_and_useful_heads_are_sums_over_units(parts):
 @both_parts
 def test_what_is_not_finite_stays_where_it_is(parts):
     """A key or value: its block is not estimated. A query: its own row, and nothing of what its block has in common."""
-    case = tail_case([40, 17, 30, 33, 21], 4, heads=2, kv_heads=2, parts=parts, device=DEVICE)
+    case = estimate_case([40, 17, 30, 33, 21], 4, heads=2, kv_heads=2, parts=parts, device=DEVICE)
     eye = torch.eye(5, dtype=torch.bool, device=DEVICE)[None, None].expand(1, 2, 5, 5).clone()
     eye[..., 4] = eye[..., 4, :] = True
     # Nobody attends to these exactly.
@@ -186,7 +168,7 @@ def test_what_is_not_finite_stays_where_it_is(parts):
     results, _, estimates = check(case, case.lists(eye))
     bad = estimates.log_count.isneginf().unflatten(-1, (4, parts)).all(-1)
     assert bad.nonzero().tolist() == [[0, 0, 1], [0, 1, 3]]
-    assert (case.scores(estimates)[bad[:, :, None].expand(-1, -1, 4, -1)] < -1e30).all()
+    assert (estimates.scores[bad[:, :, None].expand(-1, -1, 4, -1)] < -1e30).all()
     rows = results[0].isnan().any(-1).nonzero().tolist()
     # Rows of text attend to all that is listed.
     assert [0, 0, 60] in rows and all(row == [0, 0, 60] or row[2] >= 120 for row in rows)
@@ -194,7 +176,7 @@ def test_what_is_not_finite_stays_where_it_is(parts):
 
 @both_parts
 def test_rows_that_leave_nothing_out_keep_their_bits(parts):
-    case = tail_case([40, 17, 30, 33], 3, parts=parts, device=DEVICE)
+    case = estimate_case([40, 17, 30, 33], 3, parts=parts, device=DEVICE)
     mask = torch.rand(1, 2, 4, 4, device=DEVICE) < 0.3
     mask[..., 3] = mask[..., 1, :] = True
     blocks = case.lists(mask)
@@ -215,7 +197,7 @@ def test_heads_that_are_not_useful_do_without():
         mass[0, 2] *= 1e6
         return dataclasses.replace(estimates, mass=mass, useful=useful_heads((mass * estimates.half_variance).sum(-1)))
 
-    case = tail_case([40, 17, 30], 3, heads=4, kv_heads=2, device=DEVICE)
+    case = estimate_case([40, 17, 30], 3, heads=4, kv_heads=2, device=DEVICE)
     (added, added_lse, share), (out, lse, _), estimates = check(case, change=useless)
     assert estimates.useful.tolist() == [[True, True, False, True]]
     assert same_bits((added[0, 2], added_lse[0, 2]), (out[0, 2], lse[0, 2])) and (share[0, 2] == 1).all()
@@ -224,7 +206,7 @@ def test_heads_that_are_not_useful_do_without():
 @both_parts
 def test_blocks_of_equal_keys_and_values_are_estimated_exactly(parts):
     """Also those of one token, of which one unit is empty."""
-    case = tail_case([20, 1, 33, 5], 4, dtype=torch.float32, parts=parts, device=DEVICE)
+    case = estimate_case([20, 1, 33, 5], 4, dtype=torch.float32, parts=parts, device=DEVICE)
     for first, last in zip(case.offsets.tolist(), case.offsets.tolist()[1:]):
         case.k[:, :, first:last], case.v[:, :, first:last] = case.k[:, :, first:first + 1].clone(), case.v[:, :, first:first + 1].clone()
     (out, lse), _ = case.exact(case.lists(torch.eye(4, dtype=torch.bool, device=DEVICE)))
@@ -248,14 +230,14 @@ def merged_of_equal_keys(case, row, q, k, v, scale):
 @pytest.mark.parametrize("score", [1e2, 1e3, 1e4, 1e5, 1e6, 1e7])
 def test_the_result_is_a_mean_however_large_scores_are(score, row):
     """Values are all 1, and so is every result: no weight has the rounding of a large lse."""
-    case = tail_case([16, 12, 20, 9], 4, dtype=torch.float32, device=DEVICE)
+    case = estimate_case([16, 12, 20, 9], 4, dtype=torch.float32, device=DEVICE)
     q, k = torch.randn_like(case.q) * score**0.5, torch.randn(16, device=DEVICE) * score**0.5
     torch.testing.assert_close(merged_of_equal_keys(case, row, q, k, 1.0, 0.3), torch.ones_like(q), rtol=0, atol=1e-6)
 
 
 @by_both
 def test_nothing_overflows_at_the_extremes_of_float16(row):
-    case = tail_case([16, 12, 20, 9], 4, device=DEVICE)
+    case = estimate_case([16, 12, 20, 9], 4, device=DEVICE)
     q, k = torch.randn_like(case.q).sign() * 60, torch.randn(16, device=DEVICE).sign().half() * 6e4
     out = merged_of_equal_keys(case, row, q, k, 6e4, 1.7)
     torch.testing.assert_close(out, torch.full_like(out, 6e4), rtol=2**-10, atol=0)
@@ -265,7 +247,7 @@ def test_nothing_overflows_at_the_extremes_of_float16(row):
 def test_blocks_are_cut_across_the_first_principal_direction(dtype):
     """Each block's order names its tokens once, in either unit by ascending place; of equal projections all are in one unit."""
     lengths = [40, 17, 0, 70, 1, 2]
-    case = tail_case(lengths, 6, kv_heads=2, heads=2, batch=2, parts=2, dtype=dtype, device=DEVICE)
+    case = estimate_case(lengths, 6, kv_heads=2, heads=2, batch=2, parts=2, dtype=dtype, device=DEVICE)
     # A direction that stands out, so that ten iterations find it.
     along = torch.randn(2, 2, 1, 16, device=DEVICE)
     along /= along.norm(dim=-1, keepdim=True)
@@ -296,9 +278,9 @@ def test_blocks_are_cut_across_the_first_principal_direction(dtype):
 def test_kernels_and_plain_torch_cut_blocks_alike(longest):
     """Of keys without a direction that stands out: ten iterations find none, so that what they start from decides. Also of more tokens
     than are looked at at once."""
-    assert 50 < tail_order.WIDTH < 600
+    assert 50 < estimate_order.WIDTH < 600
     lengths = [2 + 7 * i % 23 for i in range(23)] + [longest]
-    case = tail_case(lengths, 24, dim=32, kv_heads=2, parts=2, dtype=torch.float32, device=DEVICE)
+    case = estimate_case(lengths, 24, dim=32, kv_heads=2, parts=2, dtype=torch.float32, device=DEVICE)
     case.k = torch.randn_like(case.k)
     got, wanted = case.estimate(), case.specified_estimates()
     assert torch.equal(got.order, wanted.order) and torch.equal(case.lower(got), case.lower(wanted))
@@ -308,7 +290,7 @@ def test_kernels_and_plain_torch_cut_blocks_alike(longest):
 @both_parts
 def test_moments_where_means_are_large(dtype, parts):
     """Channels whose mean is 30 times the deviation: what is left of h when their squares cancel."""
-    case = tail_case([64, 50], 2, dtype=dtype, parts=parts, device=DEVICE)
+    case = estimate_case([64, 50], 2, dtype=dtype, parts=parts, device=DEVICE)
     common = torch.zeros(16, device=DEVICE)
     common[:3] = torch.tensor([30.0, -30.0, 20.0])
     case.k = (0.7 * torch.randn_like(case.k.float()) + 0.7 * common).to(dtype)
@@ -319,7 +301,7 @@ def test_moments_where_means_are_large(dtype, parts):
 
 
 def test_ids_out_of_range_and_negative_counts_list_nothing():
-    case = tail_case([40, 17, 30], 3, device=DEVICE)
+    case = estimate_case([40, 17, 30], 3, device=DEVICE)
     blocks, estimates = case.lists(torch.eye(3, dtype=torch.bool, device=DEVICE)), case.estimate()
     (out, lse), _ = case.exact(blocks)
     indices = torch.full((1, 1, 3, 3), 99, dtype=torch.int32, device=DEVICE)
@@ -333,10 +315,10 @@ def test_ids_out_of_range_and_negative_counts_list_nothing():
 
 
 def test_no_tokens_at_all():
-    case = tail_case([4, 4], 2, device=DEVICE)
+    case = estimate_case([4, 4], 2, device=DEVICE)
     case.q, case.k, case.v = (x[:0] for x in (case.q, case.k, case.v))
     estimates = case.estimate()
-    assert isinstance(estimates, BlockEstimates) and estimates.mass.shape == (0, 2, 2, 2)
+    assert isinstance(estimates, Estimate) and estimates.mass.shape == (0, 2, 2, 2)
     out, lse, share = case.add(torch.empty_like(case.q), torch.empty(0, 2, 8, device=DEVICE), case.some_blocks(), estimates)
     assert out.shape == case.q.shape and share.shape == (0, 2, 2)
 
@@ -350,7 +332,7 @@ REAL = [384] * 20 + [336] * 3 + [130, 7, 384, 255]
 @pytest.mark.parametrize("dim, dtype", [(128, torch.bfloat16), (64, torch.float16), (64, torch.bfloat16), (96, torch.bfloat16),
                                         (256, torch.bfloat16)], ids=str)
 def test_on_a_gpu(dim, dtype, parts, row):
-    case = tail_case(REAL, 26, heads=4, kv_heads=2, dim=dim, dtype=dtype, parts=parts, device="cuda", spread=0.5)
+    case = estimate_case(REAL, 26, heads=4, kv_heads=2, dim=dim, dtype=dtype, parts=parts, device="cuda", spread=0.5)
     check(case, row=row)
 
 
@@ -358,7 +340,8 @@ def test_on_a_gpu(dim, dtype, parts, row):
 @rows
 @both_parts
 def test_many_blocks_of_128_on_a_gpu(parts, row, monkeypatch):
-    case = tail_case([128] * 600 + [300], 600, heads=2, kv_heads=2, dim=128, dtype=torch.bfloat16, parts=parts, device="cuda", spread=0.5)
+    case = estimate_case([128] * 600 + [300], 600, heads=2, kv_heads=2, dim=128, dtype=torch.bfloat16, parts=parts, device="cuda",
+                         spread=0.5)
     monkeypatch.setattr(case, "exact", exact_by_kernels(case))
     check(case, row=row)
 
@@ -378,7 +361,7 @@ def exact_by_kernels(case):
 @rows
 @both_parts
 def test_never_waits_and_fits_a_cuda_graph(parts, row):
-    case = tail_case(REAL, 26, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16, parts=parts, device="cuda")
+    case = estimate_case(REAL, 26, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16, parts=parts, device="cuda")
     blocks = case.some_blocks()
     (out, lse), _ = case.exact(blocks)
 
@@ -392,7 +375,7 @@ def test_never_waits_and_fits_a_cuda_graph(parts, row):
 @pytest.mark.gpu
 def test_memory_on_a_gpu():
     """Beside q, k, v and out no more than a quarter of them; out is not there yet while blocks are estimated."""
-    case = tail_case([128] * 300 + [200], 300, heads=8, kv_heads=8, dim=128, dtype=torch.bfloat16, parts=2, device="cuda")
+    case = estimate_case([128] * 300 + [200], 300, heads=8, kv_heads=8, dim=128, dtype=torch.bfloat16, parts=2, device="cuda")
     blocks = case.some_blocks()
     exact = exact_by_kernels(case)(blocks)[0]
     bytes_of_q = case.q.numel() * 2

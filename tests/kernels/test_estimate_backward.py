@@ -1,4 +1,4 @@
-"""Gradients of the tail: those of its formulas by autograd in float64, with h, the damping, the mixture and the halves held still."""
+"""Gradients of the estimate: those of its formulas by autograd in float64, with h, the damping, the mixture and the halves held still."""
 
 import dataclasses
 from functools import partial
@@ -6,13 +6,13 @@ from functools import partial
 import pytest
 import torch
 from backend_rows import DEVICE, GPU, rows
+from estimate_cases import EstimateCase, Held, estimate_case, in_float64, no_worse
 from launches import launches
-from tail_cases import Held, TailCase, in_float64, no_worse, tail_case
 
 from ssta.kernels import BlockLists
-from ssta.kernels.eager import tail as eager
-from ssta.kernels.portable.tail_backward import key_gradients, row_gradients
-from ssta.kernels.tail import BlockEstimates
+from ssta.kernels.eager import estimate as eager
+from ssta.kernels.estimate import Estimate
+from ssta.kernels.portable.estimate_backward import key_gradients, row_gradients
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 gpu = pytest.mark.gpu
@@ -27,25 +27,26 @@ FEW, MANY = [7, 10, 2, 0, 9, 11, 4], [5, 12, 0, 8, 9, 3, 1, 6, 10, 7, 2, 14, 6, 
 class Case:
     """``inputs``: the exact part's out and lse, which may be anything, q, k and v. ``dout``: what arrives for the merged out."""
 
-    of: TailCase
+    of: EstimateCase
     blocks: BlockLists
     inputs: list
     dout: torch.Tensor
-    estimates: BlockEstimates
+    estimates: Estimate
 
     def combined(self, row):
-        """(merged out and lse, all that ``combine`` returns)."""
+        """(merged out and lse, all that ``merge`` returns)."""
         out, lse = (x.clone() for x in self.inputs[:2])
-        return out, lse, *self.of.combine(out, lse, self.blocks, self.estimates, row, True)
+        return out, lse, *self.of.merge(out, lse, self.blocks, self.estimates, row, True)
 
     def gradients(self, row="triton"):
         """By a row's steps."""
         exact, exact_lse, q, k, v = self.inputs
-        out, lse, _, tail_lse, bias, mixture = self.combined(row)
+        out, lse, _, estimate_lse, bias, mixture = self.combined(row)
         of, found = self.of, self.estimates
-        return of.backend(row).combine_backward(
-            self.dout, exact, exact_lse, out, lse, tail_lse, q, k, v, *of.shape, bias, mixture, found.log_count, found.order,
-            found.k_mean, found.v_mean, of.scale, **of.options)
+        with of.budgeted():
+            return of.backend(row).merge_backward(
+                self.dout, exact, exact_lse, out, lse, estimate_lse, q, k, v, *of.shape, bias, mixture, found.log_count, found.order,
+                found.k_mean, found.v_mean, of.scale)
 
     def head(self, number):
         """Of a key head, with its query heads."""
@@ -85,7 +86,7 @@ def case(parts, heads=2, kv_heads=1, dim=16, dtype=torch.float32, lengths=LENGTH
     """Ragged blocks, the last not compensated; block 1 of head 0 lists everything, the rest a third. ``kv_lengths``: of keys with blocks of
     their own."""
     number, kv_number = len(lengths) - 1, len(kv_lengths or lengths) - 1
-    of = tail_case(lengths, number, dim=dim, heads=heads, kv_heads=kv_heads, batch=batch, parts=parts, dtype=dtype, device=DEVICE,
+    of = estimate_case(lengths, number, dim=dim, heads=heads, kv_heads=kv_heads, batch=batch, parts=parts, dtype=dtype, device=DEVICE,
                    kv_lengths=kv_lengths, kv_number=kv_number if kv_lengths else None)
     # As projections leave them; h is above the cap in places.
     out = torch.randn_like(of.q)
@@ -151,20 +152,19 @@ def test_the_kernels_compute_the_formulas(parts, heads, kv_heads):
     out, lse, q, k, v = (x.double() for x in of.inputs)
     estimates, exact = eager.estimate(q, k, v, *of.of.shape, of.of.scale, parts), (out.clone(), lse.clone())
     estimates = dataclasses.replace(in_float64(of.estimates), k_mean=estimates.k_mean, v_mean=estimates.v_mean, order=of.estimates.order)
-    _, tail_lse, bias2, mixture = eager.combine(out, lse, q, k, v, *of.of.shape, of.blocks.counts, of.blocks.indices, estimates,
+    _, estimate_lse, bias2, mixture = eager.merge(out, lse, q, k, v, *of.of.shape, of.blocks.counts, of.blocks.indices, estimates,
                                                 of.of.scale, True)
     covariances = eager._covariances(k, v, estimates.k_mean, estimates.v_mean, estimates.log_count, estimates.order,
                                      eager._Cut(of.of.shape[1], k.shape[2]))
     matrix = eager._matrices(covariances, mixture, q.shape[3])
     got = [of.dout.clone(), *(torch.zeros_like(x) for x in of.inputs[1:])]
     (dexact, dexact_lse, dq, dk, dv), (q_blocks, kv_blocks), bias2 = got, of.of.shape, bias2.float().contiguous()
-    dout, *rows, q, k, v = [x.float() for x in (of.dout, *exact, out, lse, tail_lse, q, k, v)]
+    dout, *rows, q, k, v = [x.float() for x in (of.dout, *exact, out, lse, estimate_lse, q, k, v)]
     k_mean, v_mean, *products = [x.float().contiguous() for x in (estimates.k_mean, estimates.v_mean, matrix.flatten(3), mixture)]
     dcovariance = torch.empty(*k_mean.shape[:3], q.shape[3]**2, device=DEVICE)
-    of_rows = row_gradients(dexact, dexact_lse, dq, dout, *rows, q, q_blocks, bias2, k_mean, v_mean, *products, dcovariance, of.of.scale,
-                            2 * kv_heads)
+    of_rows = row_gradients(dexact, dexact_lse, dq, dout, *rows, q, q_blocks, bias2, k_mean, v_mean, *products, dcovariance, of.of.scale)
     key_gradients(dk, dv, dout, q, k, v, q_blocks, kv_blocks, bias2, of_rows, of.estimates.log_count, of.estimates.order, k_mean, v_mean,
-                  dcovariance, of.of.scale, 2 * kv_heads)
+                  dcovariance, of.of.scale)
     assert_as_exact(of, got, of.by_autograd(), of.by_autograd(torch.float32))
 
 
@@ -217,13 +217,12 @@ def test_the_same_inputs_give_the_same_bits():
 
 
 @pytest.mark.parametrize("heads", [2, 4])
-def test_heads_that_share_launches_have_the_bits_of_heads_one_by_one(heads):
-    """Products and sums are as of one head."""
+def test_heads_done_in_groups_have_the_bits_of_heads_one_by_one(heads):
     of = case(1, heads, 2, lengths=SHORT)
-    of.of.room = 0.0
+    of.of.budget = 0.0
     with launches() as seen:
         together = of.gradients()
-    assert [kernel.fn.__name__ for kernel, *_ in seen].count("_tail_rows_kernel") == 1
+    assert [kernel.fn.__name__ for kernel, *_ in seen].count("_estimate_rows_kernel") == 2
     alone = [of.head(number).gradients() for number in range(2)]
     assert all(torch.equal(a, torch.cat(b, 1)) for a, b in zip(together, zip(*alone)))
 

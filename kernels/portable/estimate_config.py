@@ -1,4 +1,4 @@
-"""How the tail's kernels are launched: the tiles that they multiply, warps and stages as data, and why."""
+"""How the estimate's kernels are launched: the tiles that they multiply, warps and stages as data, and why."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _TABLE = {
     # 16 heads of 960 blocks of 116 tokens: 0.77 ms, with more registers 1.20, with 4 warps 0.79; of 360 of 310 0.27, 0.41 and 0.26.
     "mass": (LaunchConfig(128, 64, 8, 2, registers=128), LaunchConfig(128, 64, 8, 2, registers=128)),
     # The same: 128 x 32 with 4 warps 3.96 ms, but without covariances they spill; 64 x 64 4.36, 128 x 64 with 8 warps 4.55.
-    "combine": (LaunchConfig(128, 32, 8, 2), LaunchConfig(128, 32, 8, 2)),
+    "merge": (LaunchConfig(128, 32, 8, 2), LaunchConfig(128, 32, 8, 2)),
 }
 # Tiles that fit any GPU, for head_dims above 128, and for float32, which is multiplied without tensor cores.
 _WIDE = LaunchConfig(32, 32, 8, 1)
 
 
 @lru_cache
-def tail_config(kernel: str, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> LaunchConfig:
+def estimate_config(kernel: str, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> LaunchConfig:
     """The one of ``kernel``, a key of the table."""
     if head_dim > 128 or dtype == torch.float32:
         return _WIDE

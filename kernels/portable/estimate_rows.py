@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
+from ..estimate import CAP
 from ..launch import launch
 from ..lowering.arguments import Lists
 from ..lowering.primitives import LN2, LOG2E, finish_softmax, load_rows, sampled_rows, softmax_step
-from ..tail import CAP, USELESS
 from .config import LaunchConfig
-from .tail_config import strides, tail_config
-from .tail_statistics import block_rows, head_at, padded
+from .estimate_config import estimate_config, strides
+from .estimate_statistics import block_rows, head_at, padded
 
-# Units, and ids of a list, that a program of the bias and error kernels takes at once.
+# Units, and ids of a list, that a program of the bias kernel takes at once.
 WIDTH = 512
 
 
@@ -57,34 +56,14 @@ def _bias_kernel(log_count, half_variance, mass, counts, indices, useful, bias, 
         total += tl.load(mass + row * units + unit, mask=estimated, other=0.0).to(tl.float32)
     tl.store(left + row, tl.sum(number, 0))
     factor = 1.0 / tl.maximum(tl.sum(total, 0), 1e-30)
-    for start in range(0, units, WIDTH):
+    # Units that pad the mixture have no share.
+    for start in range(0, mixture_row, WIDTH):
         unit = start + tl.arange(0, WIDTH)
         estimated = tl.load(bias + unit, mask=unit < units, other=float("-inf")) > float("-inf")
         h = tl.load(half_variance + row * units + unit, mask=unit < units, other=0.0).to(tl.float32)
         share = tl.load(mass + row * units + unit, mask=estimated, other=0.0).to(tl.float32) * factor
         share *= tl.sqrt(tl.minimum(CAP / tl.maximum(h, 1e-6), 1.0))
-        tl.store(mixture + row * mixture_row + unit, share.to(mixture.dtype.element_ty), mask=unit < units)
-
-
-@triton.jit
-def _score_kernel(mass, half_variance, log_count, scores, heads, group, blocks, units, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """mass x h of key blocks' units for each of their tokens, -inf where nothing is estimated of any."""
-    kv_blocks = units // PARTS
-    block = tl.program_id(0)
-    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    row = (batch * heads + head) * blocks + block
-    log_count += (batch * (heads // group) + head // group) * units
-    for start in range(0, kv_blocks, WIDTH):
-        item = start + tl.arange(0, WIDTH)
-        inside = item < kv_blocks
-        score = tl.zeros([WIDTH], tl.float32)
-        tokens = tl.zeros([WIDTH], tl.float32)
-        for part in tl.static_range(PARTS):
-            unit = item * PARTS + part
-            weight = tl.load(mass + row * units + unit, mask=inside, other=0.0).to(tl.float32)
-            score += weight * tl.load(half_variance + row * units + unit, mask=inside, other=0.0).to(tl.float32)
-            tokens += tl.exp(tl.load(log_count + unit, mask=inside, other=0.0))
-        tl.store(scores + row * kv_blocks + item, tl.where(tokens > 0.0, score / tokens, float("-inf")), mask=inside)
+        tl.store(mixture + row * mixture_row + unit, share.to(mixture.dtype.element_ty), mask=unit < mixture_row)
 
 
 @triton.jit
@@ -97,11 +76,11 @@ def _summed(pointers, mask, units, SLABS: tl.constexpr):
 
 
 @triton.jit
-def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, error, q_batch, q_head, q_row, heads, group, blocks, units,
-                 scale_log2, SAMPLE: tl.constexpr, CAP: tl.constexpr, SLABS: tl.constexpr,
+def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, error, scores_of_blocks, q_batch, q_head, q_row, heads, group,
+                 blocks, units, h_row, scale_log2, SAMPLE: tl.constexpr, CAP: tl.constexpr, SLABS: tl.constexpr, PARTS: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """The softmax over units, mean of SAMPLE rows of a block, for M / SAMPLE blocks: one of each of SAMPLE equal runs, all rows of a block
-    that has no more; h rounded, and the sum of mass x h."""
+    that has no more; h rounded, the sum of mass x h, and mass x h of each key block over its tokens, -inf where nothing is estimated."""
     BLOCKS: tl.constexpr = M // SAMPLE
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     at, first = batch * heads + head, tl.program_id(0) * BLOCKS
@@ -117,7 +96,7 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, er
     k_mean += kv_head * units * DIM
     log_count += kv_head * units
     block = first + tl.arange(0, BLOCKS)
-    half_variance += (at * blocks + block) * units * SLABS
+    half_variance += (at * blocks + block) * h_row
     # Each of four lanes that share a row of a product follows what it sees itself.
     row_max = tl.full([BLOCKS, SAMPLE, 4], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCKS, SAMPLE, 4], tl.float32)
@@ -143,35 +122,46 @@ def _mass_kernel(q, k_mean, log_count, half_variance, offsets, mass, rounded, er
     share = 1.0 / tl.minimum(tl.maximum(sizes, 1), SAMPLE).to(tl.float32)
     mass += (at * blocks + block) * units
     rounded += (at * blocks + block) * units
+    KV_BLOCKS: tl.constexpr = N // PARTS
+    kv_blocks, items = units // PARTS, tl.arange(0, KV_BLOCKS)
+    scores_of_blocks += (at * blocks + block) * kv_blocks
     errors = tl.zeros([N, BLOCKS], tl.float32)
     for unit in range(0, units, N):
         keys = load_rows(k_mean, unit, DIM, units - unit, N, DIM, DIM_PAD, True)
         mask = (unit + columns < units)[:, None] & (block < blocks)[None, :]
-        bias = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))[:, None]
+        count = tl.load(log_count + unit + columns, mask=unit + columns < units, other=float("-inf"))
         h = _summed(half_variance[None, :] + (unit + columns)[:, None], mask, units, SLABS)
-        bias += tl.minimum(h, CAP)
+        bias = count[:, None] + tl.minimum(h, CAP)
         scores = tl.dot(keys, tl.trans(queries), input_precision="ieee").reshape(N, BLOCKS, SAMPLE) * scale_log2
         total = tl.sum(tl.exp2(scores + (bias * (1 / LN2))[:, :, None] - row_lse[None, :, :]), 2) * share[None, :]
         errors += total * h
-        tl.store(mass[None, :] + (unit + columns)[:, None], total.to(mass.dtype.element_ty), mask=mask)
-        tl.store(rounded[None, :] + (unit + columns)[:, None], h.to(rounded.dtype.element_ty), mask=mask)
+        weight, h = total.to(mass.dtype.element_ty), h.to(rounded.dtype.element_ty)
+        tl.store(mass[None, :] + (unit + columns)[:, None], weight, mask=mask)
+        tl.store(rounded[None, :] + (unit + columns)[:, None], h, mask=mask)
+        score, tokens = weight.to(tl.float32) * h.to(tl.float32), tl.exp(count)
+        if PARTS > 1:
+            score = tl.sum(score.reshape(KV_BLOCKS, PARTS, BLOCKS), 1)
+            tokens = tl.sum(tokens.reshape(KV_BLOCKS, PARTS), 1)
+        score = tl.where((tokens > 0.0)[:, None], score / tokens[:, None], float("-inf"))
+        item = unit // PARTS + items
+        tl.store(scores_of_blocks[None, :] + item[:, None], score, mask=(item < kv_blocks)[:, None] & (block < blocks)[None, :])
     tl.store(error + at * blocks + block, tl.sum(errors, 0), mask=block < blocks)
 
 
 @triton.jit
-def part_shares(exact_lse, tail_lse):
-    """(share of the softmax that the exact part has, share of the tail, log-sum-exp of both). The shares add up to 1 however large lse is:
-    no rounded sum of it is in them."""
-    larger = tl.maximum(exact_lse, tail_lse)
-    exact, tail = tl.exp(exact_lse - larger), tl.exp(tail_lse - larger)
-    total = exact + tail
-    return exact / total, tail / total, larger + tl.log(total)
+def part_shares(exact_lse, estimate_lse):
+    """(the exact part's share of the softmax, the estimate's, log-sum-exp of both). The shares add up to 1 however large lse is: no rounded
+    sum of it is in them."""
+    larger = tl.maximum(exact_lse, estimate_lse)
+    exact, estimated = tl.exp(exact_lse - larger), tl.exp(estimate_lse - larger)
+    total = exact + estimated
+    return exact / total, estimated / total, larger + tl.log(total)
 
 
 @triton.jit
-def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, share, offsets, q_batch, q_head, q_row, out_batch, out_head,
-                    out_row, heads, group, blocks, units, tokens, scale, scale_log2, TILES: tl.constexpr, DEPTH: tl.constexpr,
-                    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def _merge_kernel(q, k_mean, v_mean, bias, left, matrix, estimate_lse, out, lse, share, offsets, q_batch, q_head, q_row, out_batch,
+                  out_head, out_row, heads, group, blocks, units, tokens, scale, scale_log2, TILES: tl.constexpr, DEPTH: tl.constexpr,
+                  M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     block, before = tl.program_id(0) // TILES, tl.program_id(0) % TILES * M
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     first, size = block_rows(offsets, block)
@@ -183,11 +173,11 @@ def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, s
         return
     lines = tl.arange(0, M)
     inside = lines < rows
-    tail_lse += at * tokens + row + lines
+    estimate_lse += at * tokens + row + lines
     bias += (at * blocks + block) * units
     # Rows that leave nothing out keep their bits.
     if tl.load(left + at * blocks + block) == 0:
-        tl.store(tail_lse, tl.full([M], float("-inf"), tl.float32), mask=inside)
+        tl.store(estimate_lse, tl.full([M], float("-inf"), tl.float32), mask=inside)
         tl.store(share, tl.minimum(rows, M).to(tl.float32) / size)
         return
     q = head_at(q, batch, head, q_batch, q_head)
@@ -204,7 +194,7 @@ def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, s
         weights, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
         values = load_rows(v_mean + means, start, DIM, units - start, N, DIM, DIM_PAD, True)
         acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
-    acc, row_tail = finish_softmax(acc, row_max, row_sum)
+    acc, row_estimate = finish_softmax(acc, row_max, row_sum)
     acc *= 1 / scale
     matrix += (at * blocks + block) * DIM * DIM
     for column in tl.static_range(0, DIM_PAD, DEPTH):
@@ -222,28 +212,17 @@ def _combine_kernel(q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, s
             acc = tl.dot(x.to(tl.bfloat16), part, acc)
     acc *= scale
 
-    exact, of_tail, total = part_shares(tl.load(lse + at * tokens + row + lines, mask=inside, other=0.0), row_tail)
+    exact, of_estimate, total = part_shares(tl.load(lse + at * tokens + row + lines, mask=inside, other=0.0), row_estimate)
     pointers = head_at(out, batch, head, out_batch, out_head) + row.to(tl.int64) * out_row + (lines[:, None] * out_row + dims[None, :])
     # A query of which no weight is left, as none is of one that is infinite, has no estimate.
-    some = row_tail != float("-inf")
+    some = row_estimate != float("-inf")
     written = inside & some
     mask = written[:, None] & (dims < DIM)[None, :]
-    merged = exact[:, None] * tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + of_tail[:, None] * acc
+    merged = exact[:, None] * tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + of_estimate[:, None] * acc
     tl.store(pointers, merged.to(out.dtype.element_ty), mask=mask)
     tl.store(lse + at * tokens + row + lines, total, mask=written)
-    tl.store(tail_lse, row_tail, mask=inside)
+    tl.store(estimate_lse, row_estimate, mask=inside)
     tl.store(share, tl.sum(tl.where(inside, tl.where(some, exact, 1.0), 0.0), 0) / size)
-
-
-@triton.jit
-def _useful_kernel(error, useful, blocks, MOST: tl.constexpr, WIDTH: tl.constexpr):
-    """Whether the mean of a head's errors is no more than MOST."""
-    head = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([WIDTH], tl.float32)
-    for start in range(0, blocks, WIDTH):
-        block = start + tl.arange(0, WIDTH)
-        total += tl.load(error + head * blocks + block, mask=block < blocks, other=0.0)
-    tl.store(useful + head, tl.sum(total, 0) / blocks <= MOST)
 
 
 def unit_bias(log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lists, useful: Tensor, parts: int,
@@ -261,55 +240,38 @@ def unit_bias(log_count: Tensor, half_variance: Tensor, mass: Tensor, lists: Lis
             mixture.stride(2)), dict(CAP=CAP, PARTS=parts, WIDTH=WIDTH))
 
 
-def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -> Tensor:
-    """``scores`` of ``eager/tail.py``, in float32."""
-    mass, half_variance, log_count = (x.contiguous() for x in (mass, half_variance, log_count))
-    batch, heads, blocks, units = mass.shape
-    out = torch.empty(batch, heads, blocks, units // parts, dtype=torch.float32, device=mass.device)
-    if out.numel():
-        launch(_score_kernel, (blocks, batch * heads, 1), (mass, half_variance, log_count, out),
-               (heads, heads // log_count.shape[1], blocks, units), dict(PARTS=parts, WIDTH=WIDTH))
-    return out
-
-
-def useful_heads(error: Tensor) -> Tensor:
-    """``useful_heads`` of ``tail.py``, of a contiguous ``error``."""
-    useful = torch.empty(error.shape[:2], dtype=torch.bool, device=error.device)
-    launch(_useful_kernel, (useful.numel(), 1, 1), (error, useful), (error.shape[2],), dict(MOST=USELESS, WIDTH=WIDTH))
-    return useful
-
-
 def sampled_mass(q: Tensor, k_mean: Tensor, log_count: Tensor, half_variance: Tensor, offsets: Tensor, scale: float,
-                 sample: int, cap: float, mass: Tensor, rounded: Tensor, error: Tensor) -> None:
+                 sample: int, cap: float, mass: Tensor, rounded: Tensor, error: Tensor, scores: Tensor, slabs: int = 1) -> None:
     """Writes ``mass``, bfloat16 ``[B, H, N, U]``: the softmax of scale q . k_mean + log_count + min(h, ``cap``), mean of ``sample`` of a
     block's queries; 0 for those that are not finite. And ``error``, float32 ``[B, H, N]``, the sum of mass x h; and in ``rounded``, like
-    mass, h, which comes in float32, ``[B, H, N, S * U]``, as S parts of a sum."""
+    mass, h, which comes in float32, ``[B, H, N, slabs * U]``, as so many parts of a sum, maybe with columns behind them. And
+    ``scores``, float32 ``[B, H, N, K]``, mass x h of the U / K units of each key block over its tokens; -inf where nothing is estimated."""
     batch, heads, blocks, units = mass.shape
     config, sizes = _config("mass", q)
     sizes["M"] = max(sizes["M"], sample)
     launch(_mass_kernel, (-(-blocks // (sizes["M"] // sample)), batch * heads, 1),
-           (q, k_mean, log_count, half_variance, offsets, mass, rounded, error),
-           (*strides(q), heads, heads // k_mean.shape[1], blocks, units, scale * LOG2E),
-           dict(SAMPLE=sample, CAP=cap, SLABS=half_variance.shape[3] // units, **sizes), config.options())
+           (q, k_mean, log_count, half_variance, offsets, mass, rounded, error, scores),
+           (*strides(q), heads, heads // k_mean.shape[1], blocks, units, half_variance.shape[3], scale * LOG2E),
+           dict(SAMPLE=sample, CAP=cap, SLABS=slabs, PARTS=units // scores.shape[3], **sizes), config.options())
 
 
 def merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor, matrix: Tensor,
-          tail_lse: Tensor, offsets: Tensor, scale: float, shares: Tensor) -> None:
-    """Merges the tail into out and lse in place; writes ``tail_lse``, its log-sum-exp, float32 ``[B, H, P]``, where blocks are, and
+          estimate_lse: Tensor, offsets: Tensor, scale: float, shares: Tensor) -> None:
+    """Merges the estimate into out and lse in place; writes ``estimate_lse``, its log-sum-exp, float32 ``[B, H, P]``, where blocks are, and
     ``shares``, float32 ``[B, H, N, T]``, of which a block's T sum to the exact part's share: T times ``merged_rows`` are no fewer than the
     longest block's."""
     batch, heads, blocks, units = bias.shape
-    config, sizes = _config("combine", q)
+    config, sizes = _config("merge", q)
     tiles = shares.shape[3]
-    launch(_combine_kernel, (blocks * tiles, batch * heads, 1),
-           (q, k_mean, v_mean, bias, left, matrix, tail_lse, out, lse, shares, offsets),
+    launch(_merge_kernel, (blocks * tiles, batch * heads, 1),
+           (q, k_mean, v_mean, bias, left, matrix, estimate_lse, out, lse, shares, offsets),
            (*strides(q, out), heads, heads // k_mean.shape[1], blocks, units, q.shape[2], scale, scale * LOG2E),
            dict(TILES=tiles, DEPTH=depth(sizes["DIM_PAD"], sizes["M"]), **sizes), config.options())
 
 
 def merged_rows(q: Tensor) -> int:
     """Rows of a block that a program of ``merge`` has."""
-    return _config("combine", q)[0].block_m
+    return _config("merge", q)[0].block_m
 
 
 def depth(dim_pad: int, block_m: int) -> int:
@@ -318,5 +280,5 @@ def depth(dim_pad: int, block_m: int) -> int:
 
 
 def _config(kernel: str, q: Tensor) -> tuple[LaunchConfig, dict[str, int]]:
-    config = tail_config(kernel, q.shape[3], q.dtype, device_limits(q.device))
+    config = estimate_config(kernel, q.shape[3], q.dtype, device_limits(q.device))
     return config, dict(M=config.block_m, N=config.block_n, **padded(q.shape[3]))

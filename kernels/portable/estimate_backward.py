@@ -1,6 +1,6 @@
-"""Gradients of the tail: portable kernels by query rows, by units and by tokens. No atomics, so the same bits every time.
+"""Gradients of the estimate: portable kernels by query rows, by units and by tokens. No atomics, so the same bits every time.
 
-The formulas are those of ``combine_backward`` in eager/tail.py, with W_qu = e^(l_qu - z), z the merged lse.
+The formulas are those of ``merge_backward`` in eager/estimate.py, with W_qu = e^(l_qu - z), z the merged lse.
 """
 
 from __future__ import annotations
@@ -13,22 +13,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import DeviceLimits, device_limits, multiprocessors
+from ..estimate import Blocks, by_kv_head
 from ..launch import launch
 from ..lowering.primitives import LOG2E, load_rows, lse_in_base_2, row_pointers, store_rows
-from ..tail import Blocks, by_kv_head
 from .config import LaunchConfig
-from .tail_config import strides
-from .tail_groups import head_groups
-from .tail_rows import part_shares
-from .tail_statistics import block_rows, head_at, lower_tokens, padded
+from .estimate_config import strides
+from .estimate_rows import part_shares
+from .estimate_statistics import block_rows, head_at, lower_tokens, padded
 
 # Not measured, but what compiles for sm_80 and sm_90 without spilling more than 120 bytes, head_dim 128, and lets two programs share a
 # multiprocessor: 64 queries at once in the units' pass spill 750 bytes. Query rows by units in both.
 _ROWS, _UNITS, _UNITS_BEFORE_HOPPER = LaunchConfig(64, 64, 4, 2), LaunchConfig(32, 64, 4, 2), LaunchConfig(32, 64, 8, 2)
 # Tiles that fit any GPU, for head_dims above 128, and for float32, which is multiplied without tensor cores.
 _WIDE = LaunchConfig(32, 32, 8, 1)
-# torch sums so few numbers in one order, however many sums there are, and tensors of so many bytes at once.
-SUMMED_ALIKE, ADDRESSED = 256, 1 << 31
 
 
 @triton.jit
@@ -48,7 +45,7 @@ def _with_moments(x, moments, acc):
 
 
 @triton.jit
-def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dexact_lse, lse2, shift, bias2,
+def _estimate_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, estimate_lse, dexact_lse, lse2, shift, bias2,
                       matrix, offsets, q_batch, q_head, q_row, dout_batch, dout_head, dout_row, exact_batch, exact_head, exact_row,
                       out_batch, out_head, out_row, dexact_batch, dexact_head, dexact_row, dq_batch, dq_head, dq_row,
                       heads, group, tokens, blocks, units, scale_log2, scale,
@@ -65,9 +62,9 @@ def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse
     at = (batch * heads + head) * tokens + row + place
     row_lse = tl.load(lse + at, mask=inside, other=0.0)
     row_exact = tl.load(exact_lse + at, mask=inside, other=0.0)
-    row_tail = tl.load(tail_lse + at, mask=inside, other=float("-inf"))
-    estimated = row_tail != float("-inf")
-    a, b, _ = part_shares(row_exact, row_tail)
+    row_estimate = tl.load(estimate_lse + at, mask=inside, other=float("-inf"))
+    estimated = row_estimate != float("-inf")
+    a, b, _ = part_shares(row_exact, row_estimate)
     # Rows of which nothing is estimated pass on what arrives.
     a, b = tl.where(estimated, a, 1.0), tl.where(estimated, b, 0.0)
     do_of = head_at(dout, batch, head, dout_batch, dout_head)
@@ -113,7 +110,7 @@ def _tail_rows_kernel(q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse
 
 
 @triton.jit
-def _tail_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, bias2, offsets, q_batch, q_head, q_row,
+def _estimate_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, bias2, offsets, q_batch, q_head, q_row,
                        dout_batch, dout_head, dout_row, kv_heads, group, tokens, blocks, units, share, scale_log2, scale,
                        M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """dkb and dvb of N units, from the ``share`` query blocks of a split; logits stand transposed, [N units, M queries]."""
@@ -150,7 +147,7 @@ def _tail_units_kernel(q, dout, k_mean, v_mean, dk_mean, dv_mean, lse2, shift, b
 
 
 @triton.jit
-def _tail_matrix_kernel(q, dout, dmatrix, exact_lse, tail_lse, offsets, q_batch, q_head, q_row, dout_batch, dout_head, dout_row,
+def _estimate_matrix_kernel(q, dout, dmatrix, exact_lse, estimate_lse, offsets, q_batch, q_head, q_row, dout_batch, dout_head, dout_row,
                         heads, tokens, blocks, scale,
                         M: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """C columns of a query block's dM."""
@@ -166,9 +163,9 @@ def _tail_matrix_kernel(q, dout, dmatrix, exact_lse, tail_lse, offsets, q_batch,
         queries = load_rows(queries_of, row, q_row, rows, M, DIM, DIM_PAD, True)
         do = _patch(do_of + tl.cast(row, tl.int64) * dout_row, dout_row, rows, DIM - column, M, C)
         row_exact = tl.load(exact_lse + before + row + place, mask=place < rows, other=0.0)
-        row_tail = tl.load(tail_lse + before + row + place, mask=place < rows, other=float("-inf"))
-        _, b, _ = part_shares(row_exact, row_tail)
-        b = tl.where(row_tail == float("-inf"), 0.0, b)
+        row_estimate = tl.load(estimate_lse + before + row + place, mask=place < rows, other=float("-inf"))
+        _, b, _ = part_shares(row_exact, row_estimate)
+        b = tl.where(row_estimate == float("-inf"), 0.0, b)
         acc = tl.dot(tl.trans(queries), (do.to(tl.float32) * b[:, None]).to(queries.dtype), acc, input_precision="ieee")
     at = dmatrix + ((batch * heads + head) * blocks + block) * DIM * DIM + column
     mask = (tl.arange(0, DIM_PAD) < DIM)[:, None] & (tl.arange(0, C) < DIM - column)[None, :]
@@ -176,8 +173,8 @@ def _tail_matrix_kernel(q, dout, dmatrix, exact_lse, tail_lse, offsets, q_batch,
 
 
 @triton.jit
-def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovariance, log_count, order, offsets, k_batch, k_head, k_row,
-                        v_batch, v_head, v_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, tokens, units,
+def _estimate_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovariance, log_count, order, offsets, k_batch, k_head, k_row,
+                        v_batch, v_head, v_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, tokens, units, rows_of_dc,
                         PARTS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """C columns of dk and dv of a unit's tokens, which stand at ``order`` where that is given; 0 where nothing is estimated of the unit."""
     unit, column = tl.program_id(0), tl.program_id(2) * C
@@ -196,7 +193,7 @@ def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovaria
     dvalue = tl.load(dv_mean + of_unit * DIM + columns, mask=columns < DIM, other=0.0)
     k, v = head_at(k, batch, kv_head, k_batch, k_head), head_at(v, batch, kv_head, v_batch, v_head)
     dk, dv = head_at(dk, batch, kv_head, dk_batch, dk_head), head_at(dv, batch, kv_head, dv_batch, dv_head)
-    dc = dcovariance + of_unit * DIM * DIM
+    dc = dcovariance + (tl.program_id(1).to(tl.int64) * rows_of_dc + unit) * DIM * DIM
     to_values = _patch(dc + column, DIM, DIM, DIM - column, DIM_PAD, C)
     to_keys = tl.trans(_patch(dc + column * DIM, DIM, DIM - column, DIM, C, DIM_PAD))
     key = tl.load(k_mean + of_unit * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
@@ -221,7 +218,7 @@ def _tail_tokens_kernel(k, v, dk, dv, k_mean, v_mean, dk_mean, dv_mean, dcovaria
         tl.store(dv + token * dv_row + columns[None, :], new_dv.to(dv.dtype.element_ty), mask=mask)
 
 
-def tail_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[str, tuple[dict[str, int], LaunchConfig]]:
+def backward_launches(dim: int, dtype: torch.dtype, limits: DeviceLimits) -> dict[str, tuple[dict[str, int], LaunchConfig]]:
     """Sizes and options of the four kernels."""
     shape, wide = padded(dim), dim > 128 or dtype == torch.float32
     # A product takes as many columns of a D x D matrix at once as registers and shared memory have room for.
@@ -242,21 +239,10 @@ def query_splits(device: torch.device, blocks: int, units: int, kv_heads: int, c
     return -(-blocks // share), share
 
 
-def several_groups(device: torch.device, q: Tensor, k: Tensor, blocks: int, units: int, at_once: int) -> int:
-    """How many groups of so many key heads ``combine_backward`` takes together: such as find room in the memory that the gradients of the
-    exact part will take, which come after, and as torch sums in one order."""
-    dim, group = q.shape[3], q.shape[1] // k.shape[1]
-    splits, _ = query_splits(device, blocks, units, at_once, tail_launches(dim, q.dtype, device_limits(device))["units"][1])
-    # Over the matrices of query blocks their gradients are written, and the sums come after both.
-    of_head = 2 * dim * dim * units + max(2 * dim * dim * blocks * group, 8 * dim * units * splits)
-    room = min((q.numel() + 2 * k.numel()) * q.element_size(), ADDRESSED)
-    return max(room // (at_once * of_head), 1) if splits < SUMMED_ALIKE else 1
-
-
 def row_gradients(
     dexact: Tensor, dexact_lse: Tensor, dq: Tensor, dout: Tensor, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor,
-    tail_lse: Tensor, q: Tensor, q_blocks: Blocks, bias2: Tensor, k_mean: Tensor, v_mean: Tensor, matrix: Tensor, mixture: Tensor,
-    dcovariance: Tensor, scale: float, at_once: int,
+    estimate_lse: Tensor, q: Tensor, q_blocks: Blocks, bias2: Tensor, k_mean: Tensor, v_mean: Tensor, matrix: Tensor, mixture: Tensor,
+    dcovariance: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Writes the gradients for the exact part's out and lse, and for q, where compensated blocks are, and those of the covariances; nothing
     of other rows. Returns what ``key_gradients`` wants to know of rows.
@@ -265,7 +251,7 @@ def row_gradients(
         dexact, dq: take the gradients, shaped as exact and q; dexact_lse like exact_lse.
         dout: ``[B, H, P, D]``, what arrives for the merged out.
         exact, exact_lse: the exact part; out, lse: merged. Every lse is float32 ``[B, H, P]``, contiguous, as dexact_lse is.
-        tail_lse: the tail's; -inf where nothing is estimated.
+        estimate_lse: the estimate's; -inf where nothing is estimated.
         q: ``[B, H, P, D]``; as of all that are shaped so the last stride is 1.
         q_blocks: those that are compensated.
         bias2: float32 ``[B, H, N, U]``, contiguous: in base 2 what a unit's logit has beside its mean key's; -inf where a query block
@@ -273,34 +259,31 @@ def row_gradients(
         k_mean, v_mean: ``[B, Hkv, U, D]`` in q's dtype, finite, contiguous.
         matrix: M, ``[B, H, N, D * D]``, contiguous, and mixture, P with damping, ``[B, H, N, U]``, of one dtype. The gradient of M is
             written over it.
-        dcovariance: takes the covariances' gradients, ``[B, Hkv, U, D * D]`` of that dtype, contiguous.
+        dcovariance: takes the covariances' gradients, ``[B, Hkv, U, D * D]`` of that dtype, contiguous, of as many units as mixture has.
         scale: factor on the scores.
-        at_once: key heads whose matrices are one product of torch's. By how many these are it chooses how it sums.
     """
     (batch, heads, tokens, dim), kv_heads, (blocks, units), (offsets, _, longest) = q.shape, k_mean.shape[1], bias2.shape[2:], q_blocks
-    group, launches = heads // kv_heads, tail_launches(dim, q.dtype, device_limits(q.device))
+    group, launches = heads // kv_heads, backward_launches(dim, q.dtype, device_limits(q.device))
     lse2, shift = (torch.empty(lse.shape, dtype=lse.dtype, device=lse.device) for _ in range(2))
     sizes, config = launches["rows"]
     parts = -(-longest // config.block_m)
-    launch(_tail_rows_kernel, (blocks * parts, batch * heads, 1),
-           (q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, tail_lse, dexact_lse, lse2, shift, bias2, matrix, offsets),
+    launch(_estimate_rows_kernel, (blocks * parts, batch * heads, 1),
+           (q, dout, exact, out, dexact, dq, k_mean, v_mean, exact_lse, lse, estimate_lse, dexact_lse, lse2, shift, bias2, matrix, offsets),
            (*strides(q, dout, exact, out, dexact, dq), heads, group, tokens, blocks, units, scale * LOG2E, scale),
            dict(PARTS=parts) | sizes, config.options())
 
     sizes, config = launches["matrix"]
-    launch(_tail_matrix_kernel, (blocks, batch * heads, -(-dim // sizes["C"])), (q, dout, matrix, exact_lse, tail_lse, offsets),
+    launch(_estimate_matrix_kernel, (blocks, batch * heads, -(-dim // sizes["C"])), (q, dout, matrix, exact_lse, estimate_lse, offsets),
            (*strides(q, dout), heads, tokens, blocks, scale), sizes, config.options())
-    for own, shared in head_groups(batch, kv_heads, group, at_once):
-        # The query heads of a key head are rows of one product.
-        sums = dcovariance[shared]
-        torch.bmm(by_kv_head(mixture[own], sums.shape[1]).mT, by_kv_head(matrix[own], sums.shape[1]), out=sums.flatten(0, 1))
+    # The query heads of a key head are rows of one product.
+    torch.bmm(by_kv_head(mixture, kv_heads).mT, by_kv_head(matrix, kv_heads), out=dcovariance.flatten(0, 1))
     return lse2, shift
 
 
 def key_gradients(
     dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias2: Tensor,
     of_rows: tuple[Tensor, Tensor], log_count: Tensor, order: Tensor | None, k_mean: Tensor, v_mean: Tensor, dcovariance: Tensor,
-    scale: float, at_once: int,
+    scale: float,
 ) -> None:
     """Writes the gradients for k and v, where compensated blocks are; nothing of other rows.
 
@@ -308,21 +291,21 @@ def key_gradients(
         dk, dv: take the gradients, shaped as k and v, ``[B, Hkv, P', D]``, whose last strides are 1.
         of_rows: what ``row_gradients`` returned.
         log_count: float32 ``[B, Hkv, U]``, contiguous, -inf where nothing is estimated of a unit.
-        order: int32 ``[B, Hkv, P']`` or None, as in ``BlockEstimates``, contiguous.
+        order: int32 ``[B, Hkv, P']`` or None, as in ``Estimate``, contiguous.
         dcovariance: what ``row_gradients`` wrote.
-        at_once: how many key heads say into how many sums a unit's gradients are split.
         The others: as ``row_gradients`` takes them.
     """
     (batch, _, tokens, dim), kv_heads, (blocks, units), (kv_offsets, kv_number, _) = q.shape, k.shape[1], bias2.shape[2:], kv_blocks
-    launches = tail_launches(dim, q.dtype, device_limits(q.device))
+    launches = backward_launches(dim, q.dtype, device_limits(q.device))
     sizes, config = launches["units"]
-    chunks, (splits, share) = -(-units // config.block_n), query_splits(q.device, blocks, units, min(at_once, batch * kv_heads), config)
+    chunks, (splits, share) = -(-units // config.block_n), query_splits(q.device, blocks, units, batch * kv_heads, config)
     some = [torch.empty(splits, *k_mean.shape, dtype=torch.float32, device=q.device) for _ in range(2)]
-    launch(_tail_units_kernel, (chunks, batch * kv_heads, splits), (q, dout, k_mean, v_mean, *some, *of_rows, bias2, q_blocks[0]),
+    launch(_estimate_units_kernel, (chunks, batch * kv_heads, splits), (q, dout, k_mean, v_mean, *some, *of_rows, bias2, q_blocks[0]),
            (*strides(q, dout), kv_heads, q.shape[1] // kv_heads, tokens, blocks, units, share, scale * LOG2E, scale), sizes,
            config.options())
     dmeans = [x.sum(0) for x in some]
     sizes, config = launches["tokens"]
-    launch(_tail_tokens_kernel, (units, batch * kv_heads, -(-dim // sizes["C"])),
+    numbers = *strides(k, v, dk, dv), kv_heads, k.shape[2], units, dcovariance.shape[2]
+    launch(_estimate_tokens_kernel, (units, batch * kv_heads, -(-dim // sizes["C"])),
            (k, v, dk, dv, k_mean, v_mean, *dmeans, dcovariance, log_count, order, kv_offsets),
-           (*strides(k, v, dk, dv), kv_heads, k.shape[2], units), dict(PARTS=units // kv_number) | sizes, config.options())
+           numbers, dict(PARTS=units // kv_number) | sizes, config.options())

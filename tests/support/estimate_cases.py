@@ -1,5 +1,6 @@
-"""Cases of the tail, and its formulas in loops, differentiable by autograd."""
+"""Cases of the estimate, and its formulas in loops, differentiable by autograd."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -9,15 +10,15 @@ from backend_rows import backend_of
 
 from ssta.kernels import Backend, BlockLists, block_sparse_attention
 from ssta.kernels.block_forms import per_query_head
-from ssta.kernels.eager import tail as eager
-from ssta.kernels.tail import BlockEstimates
+from ssta.kernels.eager import estimate as eager
+from ssta.kernels.estimate import Estimate
 
 
 @dataclass
-class TailCase:
+class EstimateCase:
     """q, k and v in the order of blocks of ``lengths`` tokens, of which the first ``number`` are compensated; ``parts`` as in
-    BlockEstimates. ``kv_lengths``, ``kv_number``: of k and v where they have blocks of their own. ``room``: of kernels for matrices, as
-    their steps' own where None."""
+    Estimate. ``kv_lengths``, ``kv_number``: of k and v where they have blocks of their own. ``budget``: of kernels for heads at
+    once, their own where None."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -27,7 +28,7 @@ class TailCase:
     parts: int
     kv_lengths: list | None = None
     kv_number: int | None = None
-    room: float | None = None
+    budget: float | None = None
 
     def __post_init__(self):
         if self.kv_lengths is None:
@@ -43,7 +44,7 @@ class TailCase:
         return (self.offsets, self.number, self.longest), (self.kv_offsets, self.kv_number, max(self.kv_lengths[:self.kv_number]))
 
     def double(self):
-        return TailCase(*(x.double() for x in (self.q, self.k, self.v)), self.lengths, self.number, self.parts, self.kv_lengths,
+        return EstimateCase(*(x.double() for x in (self.q, self.k, self.v)), self.lengths, self.number, self.parts, self.kv_lengths,
                         self.kv_number)
 
     def lists(self, mask):
@@ -69,27 +70,25 @@ class TailCase:
         """Whose steps are those of a row of the backend table."""
         return backend_of(row, self.q.dtype, self.q.shape[3])
 
-    @property
-    def options(self):
-        """Of the kernels' steps."""
-        return {} if self.room is None else dict(room=self.room)
+    def budgeted(self):
+        """In it kernels have the case's budget."""
+        return nullcontext() if self.budget is None else patch("ssta.kernels.portable.estimate.BUDGET", self.budget)
 
     def estimate(self, row="triton", **options):
-        return self.backend(row).estimate(self.q, self.k, self.v, *self.shape, self.scale, self.parts, **options, **self.options)
-
-    def scores(self, estimates, row="triton"):
-        return self.backend(row).error_scores(estimates.mass, estimates.half_variance, estimates.log_count, estimates.parts)
+        with self.budgeted():
+            return self.backend(row).estimate(self.q, self.k, self.v, *self.shape, self.scale, self.parts, **options)
 
     def add(self, out, lse, blocks, estimates, row="triton"):
         """(out, lse, share); what is given stays as it is."""
         out, lse = out.clone(), lse.clone()
-        shares, *_ = self.combine(out, lse, blocks, estimates, row)
+        shares, *_ = self.merge(out, lse, blocks, estimates, row)
         return out, lse, shares.sum(-1)
 
-    def combine(self, out, lse, blocks, estimates, row="triton", keep=False):
+    def merge(self, out, lse, blocks, estimates, row="triton", keep=False):
         """In place of out and lse."""
-        return self.backend(row).combine(out, lse, self.q, self.k, self.v, *self.shape, blocks.counts, blocks.indices, estimates,
-                                         self.scale, keep, **self.options)
+        with self.budgeted():
+            return self.backend(row).merge(out, lse, self.q, self.k, self.v, *self.shape, blocks.counts, blocks.indices, estimates,
+                                             self.scale, keep)
 
     def specified_estimates(self, cut=None):
         """In plain torch, of q, k and v in float64; blocks are cut in two as those of the estimates ``cut``, where that is given: of
@@ -108,7 +107,7 @@ class TailCase:
     def specified(self, out, lse, blocks, estimates):
         """(out, lse, share) in plain torch, all in float64."""
         out, lse = out.double(), lse.double()
-        shares, _, _, _ = eager.combine(out, lse, *(x.double() for x in (self.q, self.k, self.v)), *self.shape, blocks.counts,
+        shares, _, _, _ = eager.merge(out, lse, *(x.double() for x in (self.q, self.k, self.v)), *self.shape, blocks.counts,
                                        blocks.indices, in_float64(estimates), self.scale, False)
         return out, lse, shares.sum(-1)
 
@@ -117,10 +116,9 @@ class TailCase:
         ``estimates``: the same unrounded."""
         q, k = self.q.double(), self.k.double()
         places, kv_places = eager._Cut(self.shape[0], q.shape[2]), eager._Cut(self.shape[1], k.shape[2])
-        members, counts = kv_places.members(kv_places.lower(estimates.log_count))
-        sound = members & ~estimates.log_count.isneginf().unflatten(2, (-1, self.parts))[..., None]
-        spread = kv_places.deviations(k, estimates.k_mean, estimates.order, sound)
-        variance = self.rounded((spread.mT @ spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), torch.bfloat16)
+        members, counts = kv_places.members(estimates.log_count)
+        spread = kv_places.deviations(k, estimates.k_mean, estimates.order, members)
+        variance = self.rounded((spread.mT @ spread / counts[..., None, None]).flatten(2, 3), torch.bfloat16)
         sampled, counted = places.sample()
         queries = places.cut(q).gather(3, sampled[..., None].expand(*q.shape[:2], -1, -1, q.shape[3]))
         trusted = queries.isfinite().all(-1, keepdim=True) & counted[..., None]
@@ -137,24 +135,23 @@ class TailCase:
         dtype, estimates, heads = self.q.dtype, in_float64(estimates), self.q.shape[1]
         q, k, v, out, lse = (x.double() for x in (self.q, self.k, self.v, out, lse))
         places, kv_places = eager._Cut(self.shape[0], q.shape[2]), eager._Cut(self.shape[1], k.shape[2])
-        members, counts = kv_places.members(kv_places.lower(estimates.log_count))
-        sound = members & ~estimates.log_count.isneginf().unflatten(2, (-1, self.parts))[..., None]
-        k_spread, v_spread = (self.rounded(kv_places.deviations(x, mean, estimates.order, sound), dtype)
+        members, counts = kv_places.members(estimates.log_count)
+        k_spread, v_spread = (self.rounded(kv_places.deviations(x, mean, estimates.order, members), dtype)
                               for x, mean in ((k, estimates.k_mean), (v, estimates.v_mean)))
-        covariance = self.rounded((k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3), torch.bfloat16)
-        _, tail_lse, bias, mixture = eager.combine(out.clone(), lse.clone(), q, k, v, *self.shape, blocks.counts, blocks.indices, estimates,
-                                                   self.scale, True)
+        covariance = self.rounded((k_spread.mT @ v_spread / counts[..., None, None]).flatten(2, 3), torch.bfloat16)
+        _, estimate_lse, bias, mixture = eager.merge(out.clone(), lse.clone(), q, k, v, *self.shape, blocks.counts, blocks.indices,
+                                                     estimates, self.scale, True)
         mixture = self.rounded(mixture, torch.bfloat16)
         matrix = self.rounded((mixture @ per_query_head(covariance.flatten(3), heads)).unflatten(3, covariance.shape[3:]), torch.bfloat16)
         weights, _ = eager._weights(q, estimates.k_mean, bias * eager.LN2, places, self.scale)
         # As the largest is 1, and with their own sum.
         weights = weights / weights.amax(-1, keepdim=True).clamp(min=1e-30)
-        tail = self.rounded(weights, dtype) @ per_query_head(estimates.v_mean, heads) / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+        estimated = self.rounded(weights, dtype) @ per_query_head(estimates.v_mean, heads) / weights.sum(-1, keepdim=True).clamp(min=1e-30)
         queries = q if dtype == torch.float32 else self.rounded(q, torch.bfloat16)
-        tail = tail + self.scale * places.join(places.cut(queries) @ matrix)
-        exact, of_tail, _ = eager._shares(lse, tail_lse)
-        merged = self.rounded(exact[..., None] * out + of_tail[..., None] * tail, dtype)
-        return torch.where(tail_lse.isneginf()[..., None], out, merged)
+        estimated = estimated + self.scale * places.join(places.cut(queries) @ matrix)
+        exact, of_estimate, _ = eager._shares(lse, estimate_lse)
+        merged = self.rounded(exact[..., None] * out + of_estimate[..., None] * estimated, dtype)
+        return torch.where(estimate_lse.isneginf()[..., None], out, merged)
 
     def rounded(self, x, dtype):
         """x in float64, to ``dtype``; Triton's interpreter rounds to bfloat16 towards zero."""
@@ -203,29 +200,29 @@ class TailCase:
                 # bfloat16 may round all of a row's mass to 0.
                 mixture = held(mass / mass.sum().clamp(min=1e-30) * h.clamp(min=1).rsqrt(), torch.bfloat16, None)
                 matrix = held(torch.einsum("u, uij -> ij", mixture, covariances[left]), torch.bfloat16, torch.bfloat16)
-                tail = held(logits.softmax(1), dtype, None) @ v_means[left]
-                tail = tail + scale * held(q[b, head, rows], moment, None) @ matrix
+                estimated = held(logits.softmax(1), dtype, None) @ v_means[left]
+                estimated = estimated + scale * held(q[b, head, rows], moment, None) @ matrix
                 both = torch.stack((lse[b, head, rows], logits.logsumexp(1)))
-                outs[b, head, rows] = Merged.apply(both, out[b, head, rows], tail, lambda x: held(x, dtype, None))
+                outs[b, head, rows] = Merged.apply(both, out[b, head, rows], estimated, lambda x: held(x, dtype, None))
                 lses[b, head, rows] = both.logsumexp(0)
         return outs, lses
 
 
 class Merged(torch.autograd.Function):
-    """out and the tail, weighted by their lse, ``both``; the backward has the result as kernels hold it."""
+    """out and the estimate, weighted by their lse, ``both``; the backward has the result as kernels hold it."""
 
     @staticmethod
-    def forward(ctx, both, out, tail, held):
+    def forward(ctx, both, out, estimated, held):
         shares = both.softmax(0)
-        merged = shares[0, :, None] * out + shares[1, :, None] * tail
-        ctx.save_for_backward(shares, out, tail, held(merged))
+        merged = shares[0, :, None] * out + shares[1, :, None] * estimated
+        ctx.save_for_backward(shares, out, estimated, held(merged))
         return merged
 
     @staticmethod
     def backward(ctx, gradient):
-        shares, out, tail, merged = ctx.saved_tensors
+        shares, out, estimated, merged = ctx.saved_tensors
         delta = (gradient * merged).sum(-1)
-        of_both = torch.stack([share * ((gradient * x).sum(-1) - delta) for share, x in zip(shares, (out, tail))])
+        of_both = torch.stack([share * ((gradient * x).sum(-1) - delta) for share, x in zip(shares, (out, estimated))])
         return of_both, shares[0, :, None] * gradient, shares[1, :, None] * gradient, None
 
 
@@ -242,7 +239,7 @@ class Held(torch.autograd.Function):
         return None, gradient if ctx.to is None else ctx.of.rounded(gradient, ctx.to), None, None
 
 
-def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1, dtype=torch.float16, device="cpu", spread=1.0,
+def estimate_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1, dtype=torch.float16, device="cpu", spread=1.0,
               kv_lengths=None, kv_number=None):
     """Blocks whose keys and values have something in common each, and go together; heads of q and v lie closer than tokens. Queries of some
     blocks are long, so that h is above its cap there, and under it for others."""
@@ -257,11 +254,11 @@ def tail_case(lengths, number, *, dim=16, heads=2, kv_heads=1, batch=1, parts=1,
     q, k, v = random(lengths, heads, 0.7, 0.7), random(of_keys, kv_heads, 0.8, 0.7 * spread), random(of_keys, kv_heads, 0.7, 0.5)
     v = v + 0.5 * k.flip(-1)
     q = q * torch.tensor([0.7, 1.6, 2.4], device=device)[block_of(lengths) % 3, None, None]
-    return TailCase(q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2).contiguous(), v.to(dtype).transpose(1, 2), lengths, number,
+    return EstimateCase(q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2).contiguous(), v.to(dtype).transpose(1, 2), lengths, number,
                     parts, kv_lengths, kv_number)
 
 
-def same_estimates(case: TailCase, got: BlockEstimates, expected: BlockEstimates) -> None:
+def same_estimates(case: EstimateCase, got: Estimate, expected: Estimate) -> None:
     """Within twice what rounding costs the formulas, ``rounded_estimates``."""
     torch.testing.assert_close(got.log_count.double(), expected.log_count, rtol=0, atol=1e-6)
     for name, rounded in zip(("half_variance", "mass"), case.rounded_estimates(expected)):
@@ -276,7 +273,7 @@ def no_worse(name, error, reference, least):
     assert (error <= allowed).all(), f"{name} is off by {float((error / allowed).max()) * 2:.2f} times a reference's error"
 
 
-def in_float64(estimates: BlockEstimates) -> BlockEstimates:
+def in_float64(estimates: Estimate) -> Estimate:
     """The same numbers, as plain torch takes them."""
     names = "log_count", "half_variance", "mass", "k_mean", "v_mean"
     return replace(estimates, covariances=None, **{name: getattr(estimates, name).double() for name in names})

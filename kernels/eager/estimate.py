@@ -1,4 +1,4 @@
-"""The tail in plain torch, which specifies it: blocks' statistics, the merge of their estimate with the exact part, and its gradients.
+"""The estimate in plain torch, which specifies it: blocks' statistics, the merge of their estimate with the exact part, and its gradients.
 
 The formulas, for one head with scale s. Key blocks are estimated as units u: whole blocks, or with ``parts`` = 2 the tokens that lie
 lower on the block's first principal key direction, and the others, cut about where their means are as far away. Unit u has n_u tokens, mean
@@ -24,19 +24,20 @@ Gradients flow through w, kb, vb and C to q, k and v; h, the damping, m and the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log
 
 import torch
 from torch import Tensor
 
 from ..block_forms import per_query_head, prefix_mask, scatter_mask
-from ..tail import CAP, CUTS, ITERATIONS, BlockEstimates, Blocks, KeyStatistics, sampled_queries, useful_heads
+from ..estimate import CAP, CUTS, ITERATIONS, Blocks, Estimate, sampled_queries, useful_heads
 from .steps import compute_dtype
 
 LN2 = log(2.0)
 
 
-def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covariances: bool) -> KeyStatistics:
+def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covariances: bool) -> Estimate:
     """The part of ``estimate`` that needs no queries.
 
     Args:
@@ -51,19 +52,21 @@ def key_statistics(k: Tensor, v: Tensor, kv_blocks: Blocks, parts: int, covarian
     blocks = _Cut(kv_blocks, k.shape[2])
     k, v = (x.to(compute_dtype(k)) for x in (k, v))
     finite = (blocks.cut(k).isfinite() & blocks.cut(v).isfinite()).flatten(3).all(-1)
-    order, lower = blocks.principal_order(blocks.cut(k).masked_fill(~finite[..., None, None], 0)) if parts > 1 else (None, None)
-    members, counts = blocks.members(lower)
-    log_count = counts.to(k.dtype).log().expand(*finite.shape, parts).masked_fill(~finite[..., None], -torch.inf).flatten(2)
-    sound = members & ~log_count.isneginf().unflatten(2, (-1, parts))[..., None]
-    k_mean, v_mean = (blocks.units(x, order, sound).sum(4).div(counts.clamp(min=1)[..., None]).flatten(2, 3) for x in (k, v))
-    k_spread = blocks.deviations(k, k_mean, order, sound)
-    moments = (k_spread.mT @ k_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3)
+    order, lower = None, blocks.lengths.expand(finite.shape)
+    if parts > 1:
+        order, lower = blocks.principal_order(blocks.cut(k).masked_fill(~finite[..., None, None], 0))
+    counts = torch.stack((lower, blocks.lengths - lower), -1)[..., :parts]
+    log_count = counts.to(k.dtype).log().masked_fill(~finite[..., None], -torch.inf).flatten(2)
+    members, counts = blocks.members(log_count)
+    k_mean, v_mean = ((blocks.units(x, order, members).sum(4) / counts[..., None]).flatten(2, 3) for x in (k, v))
+    k_spread = blocks.deviations(k, k_mean, order, members)
+    moments = (k_spread.mT @ k_spread / counts[..., None, None]).flatten(2, 3)
     mixed = _covariances(k, v, k_mean, v_mean, log_count, order, blocks) if covariances else None
-    return KeyStatistics(parts, log_count, order, k_mean, v_mean, moments, mixed)
+    return Estimate(parts, log_count, order, k_mean, v_mean, moments, mixed)
 
 
 def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, scale: float, parts: int,
-             useful: Tensor | None = None, known: KeyStatistics | None = None) -> BlockEstimates:
+             useful: Tensor | None = None, known: Estimate | None = None) -> Estimate:
     """What selection and estimate need to know of blocks.
 
     Args:
@@ -72,7 +75,7 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
         q_blocks, kv_blocks: the N query blocks whose rows estimate, and the K key blocks that may be estimated.
         scale: factor on the scores.
         parts: 1 or 2 units of a block.
-        useful: ``BlockEstimates.useful`` of an earlier call, whose selection is attended to again.
+        useful: ``Estimate.useful`` of an earlier call, whose selection is attended to again.
         known: what ``key_statistics`` has found of k and v, which are then not read.
 
     Returns:
@@ -80,6 +83,7 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
     """
     keys = key_statistics(k, v, kv_blocks, parts, False) if known is None else known
     rows, heads, log_count, k_mean = _Cut(q_blocks, q.shape[2]), q.shape[1], keys.log_count, keys.k_mean
+    assert keys.moments is not None, "queries have been compared with these keys"
     variance = per_query_head(keys.moments, heads)
     sampled, counted = rows.sample()
     queries = rows.cut(q.to(k_mean.dtype)).gather(3, sampled[..., None].expand(*q.shape[:2], -1, -1, q.shape[3]))
@@ -91,11 +95,12 @@ def estimate(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Block
     mass = (logits + _bias(log_count, half_variance)[..., None, :]).softmax(-1).nan_to_num(0)
     mass = (mass * trusted).sum(3) / number
     useful = useful_heads((mass * half_variance).sum(-1)) if useful is None else useful
-    return BlockEstimates(parts, log_count, half_variance, mass, keys.order, k_mean, keys.v_mean, useful, keys.covariances)
+    return replace(keys, moments=None, half_variance=half_variance, mass=mass, useful=useful,
+                   scores=scores(mass, half_variance, log_count, parts))
 
 
 def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -> Tensor:
-    """``[B, H, N, K]``: mass x h of each key block over its tokens, of the fields of ``BlockEstimates`` of these names; -inf where nothing
+    """``[B, H, N, K]``: mass x h of each key block over its tokens, of the fields of ``Estimate`` of these names; -inf where nothing
     is estimated of a block."""
     found = (mass * half_variance).unflatten(-1, (-1, parts)).sum(-1)
     # A block of one token has an empty half, which is nothing bad.
@@ -103,8 +108,8 @@ def scores(mass: Tensor, half_variance: Tensor, log_count: Tensor, parts: int) -
     return (found / tokens).masked_fill(tokens == 0, -torch.inf)
 
 
-def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, counts: Tensor, indices: Tensor,
-            estimates: BlockEstimates, scale: float, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def merge(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, counts: Tensor, indices: Tensor,
+            estimates: Estimate, scale: float, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention with the blocks that lists leave out estimated, from attention to those that they name; written over out and lse.
 
     Args:
@@ -117,36 +122,36 @@ def combine(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_blocks:
     Returns:
         shares: ``[B, H, N, T]`` in lse's dtype, of which a query block's T, however many, sum to the share of the softmax that was computed
             exactly, mean of the block's rows; to 1 where nothing is left out, or what is left out is not estimated.
-        tail_lse: ``[B, H, P]`` in lse's dtype, log-sum-exp of the estimate; -inf in rows that leave nothing out, and in those of other
+        estimate_lse: ``[B, H, P]`` in lse's dtype, log-sum-exp of the estimate; -inf in rows that leave nothing out, and in those of other
             blocks. Their out and lse keep their bits. Of no heads unless ``keep``, and so are bias and mixture.
         bias: ``[B, H, N, U]`` in lse's dtype: what a unit's logit has beside scale q . k_mean, in base 2; -inf where it is not estimated.
         mixture: ``[B, H, N, U]``, P of the formulas; float32 or float64.
     """
     rows, blocks, heads = _Cut(q_blocks, q.shape[2]), _Cut(kv_blocks, k.shape[2]), q.shape[1]
-    queries, half_variance = q.to(compute_dtype(q)), estimates.half_variance
+    queries, (half_variance, mass, useful) = q.to(compute_dtype(q)), estimates.of_queries
     known = _listed(counts, indices, rows.number, blocks.number, heads).repeat_interleave(estimates.parts, -1)
-    known = known | ~estimates.useful[..., None, None]
+    known = known | ~useful[..., None, None]
     bias = _bias(estimates.log_count, half_variance).masked_fill(known, -torch.inf)
-    left = estimates.mass.masked_fill(known, 0)
+    left = mass.masked_fill(known, 0)
     mixture = left / left.sum(-1, keepdim=True).clamp(min=1e-30) * (CAP / half_variance.clamp(min=1e-6)).clamp(max=1).sqrt()
-    weights, tail_lse = _weights(queries, estimates.k_mean, bias, rows, scale)
+    weights, estimate_lse = _weights(queries, estimates.k_mean, bias, rows, scale)
     covariances = estimates.covariances
     if covariances is None:
         covariances = _covariances(k, v, estimates.k_mean, estimates.v_mean, estimates.log_count, estimates.order, blocks)
     matrix = _matrices(covariances, mixture, q.shape[3])
-    tail = weights @ per_query_head(estimates.v_mean, heads) + scale * rows.join(rows.cut(queries) @ matrix)
-    exact, of_tail, total = _shares(lse, tail_lse)
-    estimated = ~tail_lse.isneginf()
-    merged = exact[..., None] * _where_some(exact, out.to(tail.dtype)) + of_tail[..., None] * tail
+    estimate_out = weights @ per_query_head(estimates.v_mean, heads) + scale * rows.join(rows.cut(queries) @ matrix)
+    exact, of_estimate, total = _shares(lse, estimate_lse)
+    estimated = ~estimate_lse.isneginf()
+    merged = exact[..., None] * _where_some(exact, out.to(estimate_out.dtype)) + of_estimate[..., None] * estimate_out
     out.copy_(torch.where(estimated[..., None], merged.to(out.dtype), out))
     lse.copy_(torch.where(estimated, total, lse))
     shares = rows.cut(exact[..., None]).sum(3) / rows.lengths.clamp(min=1)[:, None]
     kept = slice(None) if keep else slice(0)
-    return shares, tail_lse[:, kept], bias[:, kept] / LN2, mixture[:, kept]
+    return shares, estimate_lse[:, kept], bias[:, kept] / LN2, mixture[:, kept]
 
 
-def combine_backward(
-    dout: Tensor, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, tail_lse: Tensor,
+def merge_backward(
+    dout: Tensor, exact: Tensor, exact_lse: Tensor, out: Tensor, lse: Tensor, estimate_lse: Tensor,
     q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks, bias: Tensor, mixture: Tensor, log_count: Tensor,
     order: Tensor | None, k_mean: Tensor, v_mean: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -164,17 +169,17 @@ def combine_backward(
     Args:
         dout: ``[B, H, P, D]``, what arrives for the merged out; nothing does for its lse.
         exact, exact_lse: out and lse of the exact part; out, lse: merged.
-        tail_lse, bias, mixture: what ``combine`` returned with ``keep``.
-        q, k, v, q_blocks, kv_blocks, scale: the arguments of ``combine``.
+        estimate_lse, bias, mixture: what ``merge`` returned with ``keep``.
+        q, k, v, q_blocks, kv_blocks, scale: the arguments of ``merge``.
         log_count, order, k_mean, v_mean: those of the estimates.
     """
     heads, kv_heads, wide = q.shape[1], k.shape[1], compute_dtype(q)
     rows, blocks = _Cut(q_blocks, q.shape[2]), _Cut(kv_blocks, k.shape[2])
     parts = log_count.shape[2] // blocks.number
-    members, counts = blocks.members(blocks.lower(log_count))
+    members, counts = blocks.members(log_count)
     queries, do = q.to(wide), dout.to(wide)
-    estimated = ~tail_lse.isneginf()
-    of_exact, of_tail, _ = _shares(exact_lse, tail_lse)
+    estimated = ~estimate_lse.isneginf()
+    of_exact, of_estimate, _ = _shares(exact_lse, estimate_lse)
     delta = (do * out.to(wide)).sum(-1)
     dexact = torch.where(estimated[..., None], (of_exact[..., None] * do).to(dout.dtype), dout)
     own = (do * _where_some(of_exact, exact.to(wide))).sum(-1)
@@ -182,27 +187,26 @@ def combine_backward(
 
     matrix = _matrices(_covariances(k, v, k_mean, v_mean, log_count, order, blocks), mixture, q.shape[3])
     weights, _ = _weights(queries, k_mean, bias * LN2, rows, scale)
-    weights = weights * of_tail[..., None]
+    weights = weights * of_estimate[..., None]
     through_matrix = rows.join(rows.cut(do) @ matrix.mT)
     # Keys and values that a row attends to exactly may hold NaN, and 0 times NaN is NaN.
     c = (scale * (through_matrix * queries).sum(-1) - delta).masked_fill(~estimated, 0)
     dlogits = weights * (do @ per_query_head(v_mean, heads).mT + c[..., None])
-    dq = scale * (dlogits @ per_query_head(k_mean, heads) + of_tail[..., None] * through_matrix)
+    dq = scale * (dlogits @ per_query_head(k_mean, heads) + of_estimate[..., None] * through_matrix)
 
     def of_kv_heads(x: Tensor) -> Tensor:
         return x.unflatten(1, (kv_heads, -1)).sum(2)
 
     dk_mean, dv_mean = of_kv_heads(scale * dlogits.mT @ queries), of_kv_heads(weights.mT @ do)
-    dmatrix = scale * rows.cut(queries).mT @ rows.cut(of_tail[..., None] * do)
+    dmatrix = scale * rows.cut(queries).mT @ rows.cut(of_estimate[..., None] * do)
     dcovariance = of_kv_heads(mixture.mT @ dmatrix.flatten(3)).unflatten(3, dmatrix.shape[3:]).unflatten(2, (-1, parts))
-    sound = members & ~log_count.isneginf().unflatten(2, (-1, parts))[..., None]
 
     def of_tokens(x: Tensor, dmean: Tensor, spread: Tensor, dmatrix: Tensor) -> Tensor:
         found = dmean.unflatten(2, (-1, parts))[..., None, :] + spread @ dmatrix
-        return blocks.scattered((found / counts.clamp(min=1)[..., None, None]).masked_fill(~sound[..., None], 0).sum(3), order).to(x.dtype)
+        return blocks.scattered((found / counts[..., None, None]).masked_fill(~members[..., None], 0).sum(3), order).to(x.dtype)
 
-    dk = of_tokens(k, dk_mean, blocks.deviations(v.to(wide), v_mean, order, sound), dcovariance.mT)
-    dv = of_tokens(v, dv_mean, blocks.deviations(k.to(wide), k_mean, order, sound), dcovariance)
+    dk = of_tokens(k, dk_mean, blocks.deviations(v.to(wide), v_mean, order, members), dcovariance.mT)
+    dv = of_tokens(v, dv_mean, blocks.deviations(k.to(wide), k_mean, order, members), dcovariance)
     return dexact, dexact_lse, dq.to(q.dtype), dk, dv
 
 
@@ -230,7 +234,7 @@ class _Cut:
         return x.flatten(2, 3).index_select(2, self._back).masked_fill(~self.inside[:, None], 0)
 
     def scattered(self, x: Tensor, order: Tensor | None) -> Tensor:
-        """``join`` of what stands at the places of ``BlockEstimates.order``."""
+        """``join`` of what stands at the places of ``Estimate.order``."""
         x = self.join(x)
         return x if order is None else torch.zeros_like(x).scatter(2, self._tokens(order).expand_as(x), x)
 
@@ -238,17 +242,12 @@ class _Cut:
         """int64 ``[B, H, P, 1]``: ``order``, which of other blocks' places holds anything, with their own tokens there."""
         return order.long().where(self.inside, self._token)[..., None]
 
-    def members(self, lower: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(bool ``[..., N, parts, L]``: the places of a block that a unit takes; int64 ``[..., N, parts]``: how many). lower: ``[..., N]``,
-        how many the first of two units takes; None: a block is one."""
-        if lower is None:
-            return self.valid[:, None], self.lengths[:, None]
-        first = self.place < lower[..., None]
-        return torch.stack((first, self.valid & ~first), -2), torch.stack((lower, self.lengths - lower), -1)
-
-    def lower(self, log_count: Tensor) -> Tensor | None:
-        """What ``members`` wants to know of blocks with ``BlockEstimates.log_count``, where they are estimated."""
-        return None if log_count.shape[2] == self.number else log_count[..., ::2].exp().round().long()
+    def members(self, log_count: Tensor) -> tuple[Tensor, Tensor]:
+        """(bool ``[B, Hkv, N, parts, L]``: the places of a block that each unit takes; int64 ``[B, Hkv, N, parts]``: how many, at least 1).
+        log_count: that of ``Estimate``."""
+        counts = log_count.exp().round().long().unflatten(2, (self.number, -1))
+        ends = counts.cumsum(-1)
+        return (self.place >= (ends - counts)[..., None]) & (self.place < ends[..., None]), counts.clamp(min=1)
 
     def units(self, x: Tensor, order: Tensor | None, members: Tensor) -> Tensor:
         """``[B, H, P, D]`` -> ``[B, H, N, parts, L, D]``, each unit's tokens at the places of ``order``, 0 elsewhere."""
@@ -273,7 +272,7 @@ class _Cut:
         return (low + (run * 40503 % 65536 * length >> 16)).clamp(max=self.longest - 1), length > 0
 
     def principal_order(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        """(``BlockEstimates.order`` of two units, of finite keys ``[B, Hkv, N, L, D]``: tokens whose keys lie lower on the block's first
+        """(``Estimate.order`` of two units, of finite keys ``[B, Hkv, N, L, D]``: tokens whose keys lie lower on the block's first
         principal direction, then the others; of other blocks' places 0; int64 ``[B, Hkv, N]``: how many lie lower)."""
         size = self.lengths.clamp(min=1)[:, None, None]
         spread = (k - k.sum(3, keepdim=True) / size).masked_fill(~self.valid[..., None], 0)
@@ -319,10 +318,9 @@ def _weights(q: Tensor, k_mean: Tensor, bias: Tensor, blocks: _Cut, scale: float
 
 def _covariances(k: Tensor, v: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor, order: Tensor | None, blocks: _Cut) -> Tensor:
     """C, ``[B, Hkv, U, D * D]``."""
-    members, counts = blocks.members(blocks.lower(log_count))
-    sound = members & ~log_count.isneginf().unflatten(2, counts.shape[-2:])[..., None]
-    k_spread, v_spread = (blocks.deviations(x.to(compute_dtype(k)), mean, order, sound) for x, mean in ((k, k_mean), (v, v_mean)))
-    return (k_spread.mT @ v_spread / counts.clamp(min=1)[..., None, None]).flatten(2, 3).flatten(3)
+    members, counts = blocks.members(log_count)
+    k_spread, v_spread = (blocks.deviations(x.to(compute_dtype(k)), mean, order, members) for x, mean in ((k, k_mean), (v, v_mean)))
+    return (k_spread.mT @ v_spread / counts[..., None, None]).flatten(2, 3).flatten(3)
 
 
 def _matrices(covariances: Tensor, mixture: Tensor, dim: int) -> Tensor:
@@ -330,14 +328,14 @@ def _matrices(covariances: Tensor, mixture: Tensor, dim: int) -> Tensor:
     return (mixture @ per_query_head(covariances.to(mixture.dtype), mixture.shape[1])).unflatten(3, (dim, dim))
 
 
-def _shares(exact_lse: Tensor, tail_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _shares(exact_lse: Tensor, estimate_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(a, b, the merged lse): the parts' shares of the softmax, which add up to 1 however large lse is; 1 and 0 where nothing is
     estimated."""
-    larger = torch.maximum(exact_lse, tail_lse)
+    larger = torch.maximum(exact_lse, estimate_lse)
     larger = larger.masked_fill(larger.isneginf(), 0)
-    exact, tail = (exact_lse - larger).exp(), (tail_lse - larger).exp()
-    total, nothing = exact + tail, tail_lse.isneginf()
-    return (exact / total).masked_fill(nothing, 1), (tail / total).masked_fill(nothing, 0), larger + total.log()
+    exact, estimated = (exact_lse - larger).exp(), (estimate_lse - larger).exp()
+    total, nothing = exact + estimated, estimate_lse.isneginf()
+    return (exact / total).masked_fill(nothing, 1), (estimated / total).masked_fill(nothing, 0), larger + total.log()
 
 
 def _where_some(share: Tensor, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def masses(q, k_mean, log_count, h):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_mass_is_the_mean_softmax_of_a_blocks_queries(dtype):
-    from ssta.kernels.portable.tail_rows import sampled_mass
+    from ssta.kernels.portable.estimate_rows import sampled_mass
 
     q = 2 * torch.randn(2, HEADS, sum(LENGTHS), DIM, device=DEVICE).to(dtype)
     q[1, 2, 3, 4] = float("inf")
@@ -35,8 +35,8 @@ def test_mass_is_the_mean_softmax_of_a_blocks_queries(dtype):
     h = 2 * CAP * torch.rand(2, HEADS, len(LENGTHS), UNITS, device=DEVICE)
     offsets = torch.tensor([0, *LENGTHS], device=DEVICE).cumsum(0).int()
     mass, rounded = (torch.empty_like(h, dtype=torch.bfloat16) for _ in range(2))
-    error = torch.empty_like(h[..., 0])
-    sampled_mass(q, k_mean, log_count, h, offsets, SCALE, SAMPLE, CAP, mass, rounded, error)
+    error, scores = torch.empty_like(h[..., 0]), torch.empty_like(h[..., ::2])
+    sampled_mass(q, k_mean, log_count, h, offsets, SCALE, SAMPLE, CAP, mass, rounded, error, scores)
 
     exact = masses(*(x.double() for x in (q, k_mean, log_count, h)))
     plain = masses(q, k_mean, log_count.to(dtype), h.to(dtype)).double()
@@ -48,3 +48,5 @@ def test_mass_is_the_mean_softmax_of_a_blocks_queries(dtype):
     # Of the masses before they are rounded.
     wanted, least = (exact * h).sum(-1), FACTOR * ((plain - exact).abs() * h).sum(-1)
     assert ((error.double() - wanted).abs() <= least + 1e-5 * wanted + 16 * torch.finfo(torch.float32).eps).all()
+    tokens = per_query_head(log_count.exp().unflatten(-1, (-1, 2)).sum(-1), HEADS, 2)[:, :, None]
+    torch.testing.assert_close(scores, (mass.float() * rounded.float()).unflatten(-1, (-1, 2)).sum(-1) / tokens)

@@ -1,13 +1,13 @@
-"""The Hopper kernel of the tail's merge: on a CPU through the emulator, against float64, and on a GPU beside the portable one."""
+"""The Hopper kernel of the estimate's merge: on a CPU through the emulator, against float64, and on a GPU beside the portable one."""
 
 import math
 
 import pytest
 import torch
 from cases import INTERPRETED, ragged
+from estimate_cases import estimate_case, no_worse
 from gpu_laws import assert_never_waits_and_fits_a_cuda_graph
 from hopper_emulator import module, run
-from tail_cases import no_worse, tail_case
 
 from ssta.kernels.backend import choose
 from ssta.kernels.routing import Where
@@ -16,7 +16,7 @@ emulated = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU, so the ke
 
 
 def problem(lengths, units, *, dim=64, heads=2, kv_heads=1, batch=1, device="cpu", extra=0):
-    """What ``combine`` takes, by name: blocks of ``lengths`` tokens and ``extra`` tokens that are of none; some units are not estimated,
+    """What ``merge`` takes, by name: blocks of ``lengths`` tokens and ``extra`` tokens that are of none; some units are not estimated,
     for some blocks not one."""
     tokens, blocks = sum(lengths) + extra, len(lengths)
 
@@ -32,15 +32,15 @@ def problem(lengths, units, *, dim=64, heads=2, kv_heads=1, batch=1, device="cpu
     shares = torch.full((batch, heads, blocks, -(-max(lengths) // 64)), 7.0, device=device)
     return dict(out=out, lse=torch.randn(batch, heads, tokens, device=device) + 10, q=q, k_mean=rows(kv_heads, units),
                 v_mean=rows(kv_heads, units), bias=bias, left=(bias > -torch.inf).sum(-1).int(), matrix=matrix,
-                tail_lse=torch.full((batch, heads, tokens), -torch.inf, device=device), offsets=ragged(lengths, device),
+                estimate_lse=torch.full((batch, heads, tokens), -torch.inf, device=device), offsets=ragged(lengths, device),
                 scale=1.3 * dim**-0.5, shares=shares)
 
 
 def expected(of, dtype=torch.float64, held=lambda x: x):
-    """(out, lse, tail_lse, share) in a dtype; ``held``: weights and results as the kernel holds them."""
+    """(out, lse, estimate_lse, share) in a dtype; ``held``: weights and results as the kernel holds them."""
     q, bias = of["q"].to(dtype), of["bias"].to(dtype) * math.log(2)
     k, v = (of[name].to(dtype).repeat_interleave(q.shape[1] // of["k_mean"].shape[1], 1) for name in ("k_mean", "v_mean"))
-    out, lse, tail_lse = (of[name].to(dtype).clone() for name in ("out", "lse", "tail_lse"))
+    out, lse, estimate_lse = (of[name].to(dtype).clone() for name in ("out", "lse", "estimate_lse"))
     share = torch.empty_like(bias[..., 0])
     matrices = of["matrix"].to(dtype).view(*bias.shape[:3], q.shape[3], q.shape[3])
     bounds = of["offsets"].tolist()
@@ -48,17 +48,17 @@ def expected(of, dtype=torch.float64, held=lambda x: x):
         rows = slice(bounds[block], bounds[block + 1])
         logits = of["scale"] * q[:, :, rows] @ k.mT + bias[:, :, block, None]
         nothing = logits.isneginf().all(-1)
-        tail_lse[:, :, rows] = logits.logsumexp(-1)
+        estimate_lse[:, :, rows] = logits.logsumexp(-1)
         # As the largest is 1, and with their own sum.
         weights = (logits - logits.amax(-1, keepdim=True)).exp()
-        tail = held(weights) @ v / weights.sum(-1, keepdim=True) + of["scale"] * q[:, :, rows] @ matrices[:, :, block]
-        total = torch.logaddexp(lse[:, :, rows], tail_lse[:, :, rows])
+        estimated = held(weights) @ v / weights.sum(-1, keepdim=True) + of["scale"] * q[:, :, rows] @ matrices[:, :, block]
+        total = torch.logaddexp(lse[:, :, rows], estimate_lse[:, :, rows])
         of_exact = (lse[:, :, rows] - total).exp()
-        merged = held(of_exact[..., None] * out[:, :, rows] + (1 - of_exact)[..., None] * tail)
+        merged = held(of_exact[..., None] * out[:, :, rows] + (1 - of_exact)[..., None] * estimated)
         out[:, :, rows] = torch.where(nothing[..., None], out[:, :, rows], merged)
         lse[:, :, rows] = total
         share[:, :, block] = of_exact.sum(-1) / max(rows.stop - rows.start, 1)
-    return out, lse, tail_lse, share
+    return out, lse, estimate_lse, share
 
 
 def by_block(x, bounds):
@@ -74,7 +74,7 @@ def assert_as_exact(of, results):
     bounds, plain, right = of["offsets"].tolist(), expected(of, torch.float32, lambda x: x.bfloat16().float()), expected(of)
     logarithms = 16 * 2**-23 * max(1, float(right[2].nan_to_num(0, 0, 0).abs().max()))
     for name, got, truth, reference, rounding in zip(
-            ("out", "lse", "tail_lse", "shares"), results, right, plain, (2**-8, 16 * 2**-23, 16 * 2**-23, logarithms)):
+            ("out", "lse", "estimate_lse", "shares"), results, right, plain, (2**-8, 16 * 2**-23, 16 * 2**-23, logarithms)):
         assert all(torch.equal(kind(got), kind(truth)) for kind in (torch.isnan, torch.isposinf, torch.isneginf)), name
         error, allowed, size = (by_block(x, bounds if name != "shares" else [*range(len(bounds))])
                                 for x in (got.double() - truth, reference.double() - truth, truth))
@@ -90,10 +90,10 @@ def times_longer(got, truth):
 
 
 def assert_right(compute, of):
-    """Returns (out, lse, tail_lse, share), in copies."""
-    found = of | {name: of[name].clone() for name in ("out", "lse", "tail_lse", "shares")}
+    """Returns (out, lse, estimate_lse, share), in copies."""
+    found = of | {name: of[name].clone() for name in ("out", "lse", "estimate_lse", "shares")}
     compute(*found.values())
-    results = found["out"], found["lse"], found["tail_lse"], found["shares"].sum(-1)
+    results = found["out"], found["lse"], found["estimate_lse"], found["shares"].sum(-1)
     assert_as_exact(of, results)
     others, untouched = slice(int(of["offsets"][-1]), None), slice(*of["offsets"][1:3].tolist())
     assert all(torch.equal(found[name][:, :, others], of[name][:, :, others]) for name in ("out", "lse"))
@@ -102,7 +102,7 @@ def assert_right(compute, of):
 
 
 def compute_emulated(late):
-    return lambda *arguments: run("tail_merge", *arguments, late=late)
+    return lambda *arguments: run("estimate_merge", *arguments, late=late, function="hopper_merge")
 
 
 late = pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
@@ -163,7 +163,7 @@ def test_emulated_parts_of_very_different_weight():
     """Rows without an exact part, and rows beside whose exact part the estimate is nothing."""
     of = problem([100, 70], 200)
     of["lse"][:, :, ::3], of["lse"][:, :, 1::3] = -torch.inf, 400.0
-    found = of | {name: of[name].clone() for name in ("out", "lse", "tail_lse")}
+    found = of | {name: of[name].clone() for name in ("out", "lse", "estimate_lse")}
     compute_emulated(False)(*found.values())
     assert_as_exact(of, (found["out"], found["lse"]))
     assert torch.equal(found["out"][:, :, 1::3], of["out"][:, :, 1::3])
@@ -174,17 +174,17 @@ def test_emulated_parts_of_very_different_weight():
     (None, torch.bfloat16, 128, False), ((10, 0), torch.bfloat16, 128, False), ((9, 0), torch.float16, 128, False),
     ((9, 0), torch.float32, 128, False), ((9, 0), torch.bfloat16, 80, False)])
 def test_where_it_runs(capability, dtype, dim, runs):
-    assert (dict(choose("auto", Where("cuda", capability, False, dtype, dim)).names)["combine"] == "hopper") is runs
+    assert (dict(choose("auto", Where("cuda", capability, False, dtype, dim)).names)["merge"] == "hopper") is runs
 
 
 def compute(*arguments):
-    from ssta.kernels.hopper.tail_merge import hopper_tail_merge
+    from ssta.kernels.hopper.estimate_merge import hopper_merge
 
-    hopper_tail_merge(*arguments)
+    hopper_merge(*arguments)
 
 
 def portable(*arguments):
-    from ssta.kernels.portable.tail_rows import merge
+    from ssta.kernels.portable.estimate_rows import merge
 
     merge(*arguments)
 
@@ -211,17 +211,17 @@ def test_on_a_gpu(units, longest, dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["q", "out"])
 def test_on_a_gpu_what_tma_cannot_follow_is_copied(name):
-    from ssta.kernels.hopper.tail_merge import ROWS, hopper_tail_merge
-    from ssta.kernels.portable import tail_combine as steps
+    from ssta.kernels.hopper.estimate_merge import ROWS, hopper_merge
+    from ssta.kernels.portable import estimate as steps
 
-    case = tail_case([384, 100, 300], 3, heads=4, dim=128, dtype=torch.bfloat16, device="cuda")
+    case = estimate_case([384, 100, 300], 3, heads=4, dim=128, dtype=torch.bfloat16, device="cuda")
     blocks, estimates, results = case.some_blocks(), case.estimate(), []
     for odd in ("", name):
         (out, lse), _ = case.exact(blocks)
         q, out = (torch.empty(*x.shape[:3], 129, dtype=x.dtype, device="cuda")[..., :128].copy_(x) if odd == of else x
                   for of, x in (("q", case.q), ("out", out)))
-        steps.combine(out, lse, q, case.k, case.v, *case.shape, blocks.counts, blocks.indices, estimates, case.scale, False,
-                      merge=hopper_tail_merge, merge_rows=ROWS)
+        steps.merge(out, lse, q, case.k, case.v, *case.shape, blocks.counts, blocks.indices, estimates, case.scale, False,
+                      kernel=hopper_merge, kernel_rows=ROWS)
         results.append((out, lse))
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
@@ -231,7 +231,7 @@ def test_on_a_gpu_it_never_waits():
     of = problem([384, 100, 300], 200, dim=128, heads=4, device="cuda")
 
     def step():
-        written = {name: of[name].clone() for name in ("out", "lse", "tail_lse", "shares")}
+        written = {name: of[name].clone() for name in ("out", "lse", "estimate_lse", "shares")}
         compute(*(of | written).values())
         return tuple(written.values())
 

@@ -11,7 +11,7 @@ from ..device import device_limits
 from ..launch import launch, power_of_2
 from ..lowering.primitives import sampled_rows
 from .config import LaunchConfig
-from .tail_config import strides, tail_config
+from .estimate_config import estimate_config, strides
 
 # Rows of a symmetric matrix that are kept from the same column on.
 SLAB = 32
@@ -161,12 +161,13 @@ def centred_moments(k, v, order, first, size, k_row, v_row, column, SHIFTED: tl.
 
 @triton.jit
 def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_batch, k_head, k_row, v_batch, v_head, v_row, heads, units,
-                 tokens, size_of_moments, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr,
+                 tokens, size_of_moments, rows_of_moments, PARTS: tl.constexpr, SHIFTED: tl.constexpr, SAME: tl.constexpr,
                  SLAB: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """What is known of the units of a block: means, the log of the tokens, which of two units is there before, and the keys' covariance."""
     block, head, batch = own_block(heads)
     column = tl.program_id(2) * COLS
     at = (batch * heads + head) * units + block * PARTS
+    moments += ((batch * heads + head) * rows_of_moments + block * PARTS) * size_of_moments
     k, v = head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head)
     log_count += (batch * heads + head) * units
     if order is not None:
@@ -181,7 +182,7 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
         key, covariance, value = centred_moments(k, v, order, first, size, k_row, v_row, column, SHIFTED, SAME,
                                                  ROWS, FOLD, COLS, DIM, DIM_PAD)
         covariance *= 1.0 / tl.maximum(size, 1)
-        _store_symmetric(moments + (at + part) * size_of_moments, covariance, column, False, COLS, DIM, DIM_PAD, SLAB)
+        _store_symmetric(moments + part * size_of_moments, covariance, column, False, COLS, DIM, DIM_PAD, SLAB)
         tl.store(k_mean + (at + part) * DIM + dims, key.to(k_mean.dtype.element_ty), mask=mine)
         tl.store(v_mean + (at + part) * DIM + dims, value.to(v_mean.dtype.element_ty), mask=mine)
         unsound += tl.sum(key * 0.0, 0) + tl.sum(value * 0.0, 0)
@@ -193,7 +194,7 @@ def _keys_kernel(k, v, order, offsets, k_mean, v_mean, log_count, moments, k_bat
             tl.store(k_mean + (at + part) * DIM + dims, zeros, mask=mine)
             tl.store(v_mean + (at + part) * DIM + dims, zeros, mask=mine)
             zeros = tl.zeros([DIM_PAD, COLS], tl.float32)
-            _store_symmetric(moments + (at + part) * size_of_moments, zeros, column, False, COLS, DIM, DIM_PAD, SLAB)
+            _store_symmetric(moments + part * size_of_moments, zeros, column, False, COLS, DIM, DIM_PAD, SLAB)
     for part in tl.static_range(PARTS):
         if PARTS == 1:
             first, size = unit_rows(offsets, log_count, block, PARTS)
@@ -226,15 +227,17 @@ def _queries_kernel(q, offsets, moments, q_batch, q_head, q_row, heads, blocks, 
 
 @triton.jit
 def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful, out, k_batch, k_head, k_row, v_batch, v_head, v_row,
-                        heads, group, units, tokens, PARTS: tl.constexpr,
+                        heads, group, units, rows, tokens, PARTS: tl.constexpr,
                         ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """A unit's mean of (k - its mean) (v - its mean)^T; 0 where nothing is estimated."""
-    unit, head, batch = own_block(heads)
+    """A unit's mean of (k - its mean) (v - its mean)^T; 0 where nothing is estimated, and in rows beyond the units."""
+    row, head, batch = own_block(heads)
     column = tl.program_id(2) * COLS
+    unit = tl.minimum(row, units - 1)
     at = (batch * heads + head) * units + unit
+    out += ((batch * heads + head) * rows + row) * DIM * DIM
     log_count += at - unit
     first, size = unit_rows(offsets, log_count, unit, PARTS)
-    sound = tl.load(log_count + unit) > float("-inf")
+    sound = (row < units) & (tl.load(log_count + unit) > float("-inf"))
     if useful is not None:
         some = tl.full([], 0, tl.int32)
         for of_group in range(0, group):
@@ -249,8 +252,8 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
     k, v = head_at(k, batch, head, k_batch, k_head), head_at(v, batch, head, v_batch, v_head)
     acc = tl.zeros([DIM_PAD, COLS], tl.float32)
     next_tokens = _tokens_at(order, first, size, ROWS)
-    for row in range(0, size, ROWS):
-        place, rest, own = first + row, size - row, next_tokens
+    for start in range(0, size, ROWS):
+        place, rest, own = first + start, size - start, next_tokens
         next_tokens = _tokens_at(order, place + ROWS, rest - ROWS, ROWS)
         left = _less(load_tokens(k, order, place, own, k_row, rest, 0, ROWS, DIM_PAD, DIM), key, rest, ROWS)
         right = load_tokens(v, order, place, own, v_row, rest, column, ROWS, COLS, DIM)
@@ -259,17 +262,18 @@ def _covariances_kernel(k, v, order, offsets, k_mean, v_mean, log_count, useful,
         acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
     acc *= 1.0 / tl.maximum(size, 1)
     inside = (dims < DIM)[:, None] & (columns < DIM)[None, :]
-    tl.store(out + at * DIM * DIM + dims[:, None] * DIM + columns[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + dims[:, None] * DIM + columns[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 def key_statistics(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
                    order: Tensor | None, parts: int, moments: Tensor) -> None:
-    """Writes k_mean, v_mean, log_count and ``moments``, bfloat16 ``[B, Hkv, U, packed_size(D)]``, the keys' covariances."""
+    """Writes k_mean, v_mean, log_count and ``moments``, bfloat16 ``[B, Hkv, U, packed_size(D)]``, the keys' covariances;
+    that may have room for more units."""
     batch, heads, units, dim = k_mean.shape
     config, across, columns = _columns("keys", k)
     constants = dict(PARTS=parts, SHIFTED=shifted(k), SAME=across == 1, SLAB=SLAB, ROWS=config.block_n, FOLD=fold(config, dim), **columns)
     launch(_keys_kernel, (units // parts * heads, batch, across), (k, v, order, offsets, k_mean, v_mean, log_count, moments),
-           (*strides(k, v), heads, units, k.shape[2], packed_size(dim)), constants, config.options())
+           (*strides(k, v), heads, units, k.shape[2], packed_size(dim), moments.shape[2]), constants, config.options())
 
 
 def shifted(k: Tensor) -> bool:
@@ -294,12 +298,13 @@ def query_moments(q: Tensor, offsets: Tensor, num_blocks: int, sample: int, fact
 def covariances(k: Tensor, v: Tensor, offsets: Tensor, k_mean: Tensor, v_mean: Tensor, log_count: Tensor,
                 order: Tensor | None, useful: Tensor | None, parts: int, out: Tensor) -> None:
     """Writes ``out``, bfloat16 ``[B, Hkv, U, D * D]``, covariances of keys with values; 0 in units of which nothing is estimated, and where
-    no query head is ``useful``, bool ``[B, H]``."""
+    no query head is ``useful``, bool ``[B, H]``. Rows for more units are 0."""
     batch, heads, units, dim = k_mean.shape
     config, across, columns = _columns("covariances", k)
     group = 0 if useful is None else useful.shape[1] // heads
-    launch(_covariances_kernel, (units * heads, batch, across), (k, v, order, offsets, k_mean, v_mean, log_count, useful, out),
-           (*strides(k, v), heads, group, units, k.shape[2]), dict(PARTS=parts, ROWS=config.block_n, **columns), config.options())
+    rows = out.shape[2]
+    launch(_covariances_kernel, (rows * heads, batch, across), (k, v, order, offsets, k_mean, v_mean, log_count, useful, out),
+           (*strides(k, v), heads, group, units, rows, k.shape[2]), dict(PARTS=parts, ROWS=config.block_n, **columns), config.options())
 
 
 def packed_size(dim: int) -> int:
@@ -320,5 +325,5 @@ def fold(config: LaunchConfig, dim: int) -> int:
 def _columns(kernel: str, x: Tensor) -> tuple[LaunchConfig, int, dict[str, int]]:
     """(configuration, programs that share a matrix' columns out, what they are told of these)."""
     dim = x.shape[3]
-    config, dims = tail_config(kernel, dim, x.dtype, device_limits(x.device)), padded(dim)
+    config, dims = estimate_config(kernel, dim, x.dtype, device_limits(x.device)), padded(dim)
     return config, -(-dim // config.block_m), dict(COLS=min(config.block_m, dims["DIM_PAD"]), **dims)

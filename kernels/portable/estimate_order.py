@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import device_limits
+from ..estimate import CUTS, ITERATIONS
 from ..launch import launch, power_of_2
-from ..tail import CUTS, ITERATIONS
-from .tail_config import strides, tail_config
-from .tail_statistics import centred_moments, fold, head_at, load_tokens, own_block, padded, shifted, unit_rows
+from .estimate_config import estimate_config, strides
+from .estimate_statistics import centred_moments, fold, head_at, load_tokens, own_block, padded, shifted, unit_rows
 
 # Tokens whose projections are looked at at once, in large blocks.
 WIDTH = 512
@@ -113,11 +113,11 @@ def _order_kernel(k, offsets, projections, order, log_count, k_batch, k_head, k_
 
 
 def principal_order(k: Tensor, offsets: Tensor, num_blocks: int, log_count: Tensor) -> Tensor:
-    """``order`` of ``BlockEstimates`` for two units of a block; writes its ``log_count``."""
+    """``order`` of ``Estimate`` for two units of a block; writes its ``log_count``."""
     batch, heads, tokens, dim = k.shape
     order = torch.empty(batch, heads, tokens, dtype=torch.int32, device=k.device)
     projections = torch.empty(batch, heads, tokens, dtype=torch.float32, device=k.device)
-    config = tail_config("order", dim, k.dtype, device_limits(k.device))
+    config = estimate_config("order", dim, k.dtype, device_limits(k.device))
     # Blocks of the usual size fit; larger ones are looked at piece by piece.
     width = min(WIDTH, max(128, power_of_2(-(-tokens // max(num_blocks, 1)))))
     constants = dict(ITERATIONS=ITERATIONS, CUTS=CUTS, WIDTH=width, SHIFTED=shifted(k), ROWS=config.block_n, FOLD=fold(config, dim),

@@ -1,4 +1,4 @@
-"""Hopper kernel of the tail's merge: attention to a head's units by their means, a query block's matrix and the exact part, in one pass.
+"""Hopper kernel of the merge: attention to a head's units by their means, a query block's matrix and the exact part, in one pass.
 
 A program is one warpgroup with 64 query rows of a block, and a warp that brings in what it multiplies, 64 units at a time, then the matrix
 and the exact part; the scores of the next units are computed while the values of these are added up. Biases, too, are added by the matrix
@@ -198,7 +198,7 @@ def _walk(work, q, first_k, first_v, start, follows, scale_log2, FOLLOW: gl.cons
 
 
 @gluon.jit
-def _merge(work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST: gl.constexpr):
+def _merge(work, out, lse, estimate_lse, share, out_desc, out_row, size, scale, scale_log2, REST: gl.constexpr):
     """The multiplying partition."""
     ROWS: gl.constexpr = work.q.shape[3]
     UNITS: gl.constexpr = work.k.shape[3]
@@ -211,7 +211,7 @@ def _merge(work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scal
     lines = gl.arange(0, ROWS, layout=by_rows)
     if work.left == 0:
         # Rows that leave nothing out keep their bits.
-        gl.store(tail_lse + lines, gl.full([ROWS], float("-inf"), gl.float32, by_rows), mask=lines < rows)
+        gl.store(estimate_lse + lines, gl.full([ROWS], float("-inf"), gl.float32, by_rows), mask=lines < rows)
         gl.store(share + lines, gl.full([ROWS], 1.0, gl.float32, by_rows) * (gl.minimum(rows, ROWS) / size),
                  mask=lines < 1)
     else:
@@ -240,7 +240,7 @@ def _merge(work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scal
         row_max = gl.convert_layout(gl.max(row_max, axis=1), by_rows)
         some = row_sum != 0
         divisor = gl.where(some, row_sum, 1.0)
-        row_tail = gl.where(some, row_max + gl.log2(divisor), float("-inf"))
+        row_estimate = gl.where(some, row_max + gl.log2(divisor), float("-inf"))
         factor = 1.0 / divisor
         # scale q M is added before all is multiplied by scale.
         acc = acc * (factor / scale)[:, None]
@@ -251,19 +251,19 @@ def _merge(work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scal
             acc = warpgroup_mma_wait(0, deps=[token])
             ring_arrive(work.k_done, rest + piece, True)
         row_lse = gl.load(lse + lines, mask=lines < rows, other=0.0) * (1 / LN2)
-        larger = gl.maximum(row_lse, row_tail)
-        exact, tail = gl.exp2(row_lse - larger), gl.exp2(row_tail - larger)
-        whole = exact + tail
+        larger = gl.maximum(row_lse, row_estimate)
+        exact, estimated = gl.exp2(row_lse - larger), gl.exp2(row_estimate - larger)
+        whole = exact + estimated
         exact = exact / whole
         ring_wait(work.k_full, rest + PIECES, True)
         tile = ring_at(work.k, rest + PIECES, True)
         buffer = matrix(tile)
         before = buffer.load(layout).to(gl.float32)
-        merged = exact[:, None] * before + (tail / whole * factor)[:, None] * acc
+        merged = exact[:, None] * before + (estimated / whole * factor)[:, None] * acc
         # A query of which no weight is left, as none is of some that are infinite, has no estimate.
         merged = gl.where(some[:, None], merged, before).to(work.q.dtype)
         gl.store(lse + lines, (larger + gl.log2(whole)) * LN2, mask=(lines < rows) & some)
-        gl.store(tail_lse + lines, row_tail * LN2, mask=lines < rows)
+        gl.store(estimate_lse + lines, row_estimate * LN2, mask=lines < rows)
         of_rows = gl.sum(gl.where(lines < rows, gl.where(some, exact, 1.0), 0.0), axis=0)
         gl.store(share + lines, gl.full([ROWS], 1.0, gl.float32, by_rows) * (of_rows / size), mask=lines < 1)
         buffer.store(merged)
@@ -287,7 +287,7 @@ _NUMBERS = ["out_batch", "out_head", "out_row", "blocks", "units", "heads", "gro
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
-def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, tail_lse, share, bias, left, offsets,
+def _merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, estimate_lse, share, bias, left, offsets,
                        out_batch, out_head, out_row, blocks, units, heads, group, tokens, parts, scale, scale_log2, inverse,
                        ROWS: gl.constexpr, D: gl.constexpr, UNITS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr):
     at_block, part = gl.program_id(0) // parts, gl.program_id(0) % parts
@@ -302,7 +302,7 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
         return
     out += batch.to(gl.int64) * out_batch + head.to(gl.int64) * out_head
     lse += at_head.to(gl.int64) * tokens + row
-    tail_lse += at_head.to(gl.int64) * tokens + row
+    estimate_lse += at_head.to(gl.int64) * tokens + row
 
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, D], q_desc.layout)
@@ -327,13 +327,13 @@ def _tail_merge_kernel(q_desc, out_desc, k_desc, v_desc, matrix_desc, out, lse, 
                      (units + UNITS - 1) // UNITS, batch, head, head // group, block, row, rows)
     REST: gl.constexpr = 1 + D // UNITS
     gl.warp_specialize([
-        (_merge, (work, out, lse, tail_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
+        (_merge, (work, out, lse, estimate_lse, share, out_desc, out_row, size, scale, scale_log2, REST)),
         (_load, (work, q_desc, out_desc, k_desc, v_desc, matrix_desc, bias + at_block.to(gl.int64) * units, units, inverse, REST)),
     ], [1], [40])
 
 
-def hopper_tail_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor,
-                      matrix: Tensor, tail_lse: Tensor, offsets: Tensor, scale: float, shares: Tensor) -> None:
+def hopper_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mean: Tensor, bias: Tensor, left: Tensor,
+                      matrix: Tensor, estimate_lse: Tensor, offsets: Tensor, scale: float, shares: Tensor) -> None:
     """``merge`` of the portable kernels, of bfloat16, head_dim 64 or 128, for ROWS rows a program. TMA must be able to follow q and out,
     see ``loaded``."""
     batch, heads, tokens, dim = q.shape
@@ -342,6 +342,6 @@ def hopper_tail_merge(out: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor, v_mea
     numbers = (*out.stride()[:3], blocks, units, heads, heads // k_mean.shape[1], tokens, parts)
     descriptors = (tma_descriptor(q, ROWS), tma_descriptor(out, ROWS), tma_descriptor(k_mean, UNITS), tma_descriptor(v_mean, UNITS),
                    tma_descriptor(matrix.view(batch, heads, blocks * dim, dim), UNITS))
-    launch(_tail_merge_kernel, (batch * heads * blocks * parts, 1, 1), (out, lse, tail_lse, shares, bias, left, offsets),
+    launch(_merge_kernel, (batch * heads * blocks * parts, 1, 1), (out, lse, estimate_lse, shares, bias, left, offsets),
            (*numbers, scale, scale * LOG2E, 1 / (scale * LOG2E)),
            dict(ROWS=ROWS, D=dim, UNITS=UNITS, K_STAGES=K_STAGES, V_STAGES=V_STAGES), OPTIONS, descriptors)
