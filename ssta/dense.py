@@ -41,6 +41,15 @@ def dense_attention(
     Raises:
         TypeError, ValueError: the argument's name, what was required and what came.
     """
+    result = exact_attention(query, key, value, layout, text_mask, scale=scale, impl=impl)
+    # Later calls read the same lists; the caller may write to his copy.
+    result.selection = Selection(result.selection.blocks.clone(), result.selection.useful)
+    return result
+
+
+def exact_attention(query: Tensor, key: Tensor, value: Tensor, layout: TokenLayout, text_mask: Tensor | TextMask | None = None, *,
+                    scale: float | None = None, impl: str = "auto") -> LayerResult:
+    """``dense_attention`` for code that gives the selection to nobody: later calls read its lists."""
     require_layout("layout", layout)
     runs = TokenLayout(tuple([DenseRun(segment.length) for segment in layout.segments]))
     if text_mask is not None and layout.dense:
@@ -48,7 +57,4 @@ def dense_attention(
         text_mask = TextMask.of(text_mask, query.shape[0], layout, query.device).whole()
     else:
         text_mask = None
-    result = attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl)
-    # Later calls read the same lists; the caller may write to his copy.
-    result.selection = Selection(result.selection.blocks.clone(), result.selection.useful)
-    return result
+    return attend(query, key, value, runs, EXACT, text_mask=text_mask, scale=scale, impl=impl)

@@ -10,9 +10,9 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 from torch import Tensor
 
-from ssta import SSTAConfig, TokenLayout, dense_attention
+from ssta import SSTAConfig, TokenLayout
 from ssta.attention import attend
-from ssta.dense import EXACT
+from ssta.dense import EXACT, exact_attention
 from ssta.kernels import Deferred, choose_route
 from ssta.kernels.checks import autocast_inputs
 from ssta.ranks import Sent, Shards
@@ -205,7 +205,7 @@ class SSTAProcessor(VideoSequence):
             name = "default backend" if backend is None else AttentionBackendName(backend).value
             query, key, value = (x.transpose(1, 2) for x in (q, k, v))
             return dispatch_attention_fn(query, key, value, backend=backend).transpose(1, 2), name
-        return dense_attention(q, k, v, layout, text_mask, impl=self.context.impl), None
+        return exact_attention(q, k, v, layout, text_mask, impl=self.context.impl), None
 
     def _blocks_are_faster(self, query: Tensor) -> bool:
         """Whether exact attention runs faster through lists of blocks than through torch's SDPA, which is diffusers' default backend; see

@@ -30,7 +30,7 @@ from ..attention import attend
 from ..checks import require_kind, require_share
 from ..config import SSTAConfig
 from ..cut import Cut, TiledSegment, cut_of
-from ..dense import dense_attention
+from ..dense import exact_attention
 from ..kernels import Deferred, take_tokens
 from ..kernels.checks import autocast_inputs, check_tensor, require_int
 from ..kernels.memo import remember, remember_plain
@@ -118,7 +118,7 @@ def vsa_layer(
     if cut.dense:
         q_means, k_means, v_means = (torch.cat([of_video, *_run_means(x, cut.dense)], 2)
                                      for of_video, x in zip(result.means, (query, key, value)))
-    pooled = dense_attention(q_means, k_means, v_means, TokenLayout((DenseRun(cut.num_tiles),)), scale=scale, impl=impl).out
+    pooled = exact_attention(q_means, k_means, v_means, TokenLayout((DenseRun(cut.num_tiles),)), scale=scale, impl=impl).out
     exact, spread = result.out, _spread(pooled, cut, impl)
     if gate is None:
         out = exact + spread
